@@ -1,0 +1,115 @@
+"""
+Drafters. A drafter proposes and never decides what is emitted; `generate` is one loop over any of them:
+
+    logits, state = drafter.forward(model, tokens, position_ids, mask, cache, read)     # one pass over the tree
+    tree = drafter.propose(round)                                                       # after walk and commit
+
+`rows` is how many rows one pass may stage in the cache beyond the tokens it is fed; `method` and `tree_size` are
+for reports. Plain decoding is the drafter that proposes nothing.
+"""
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hidden_transfer import HiddenTransfer
+from model import GPT, KVCache
+from sampler import Sampler
+from tree import Tree, best_first, sample_tree
+
+
+@dataclass
+class Round:
+    """What a drafter may look at when it proposes: the pass that was just verified and committed."""
+    model: GPT
+    cache: KVCache
+    tokens: list[int]       # all tokens so far; the last one, the new root, is not in the cache yet
+    state: Any              # what the drafter's forward returned
+    row: int                # the last accepted row of that pass; it stands at position len(tokens) - 2
+    sampler: Sampler
+    max_depth: int          # deeper drafts could not be emitted any more (length or context limit)
+
+
+class Autoregressive:
+    method, tree_size, rows = "autoregressive", 1, 0
+
+    def forward(self, model, tokens, position_ids, mask, cache, read):
+        return model(tokens, position_ids, mask, cache, read), None
+
+    def propose(self, round: Round) -> Tree:
+        return Tree([round.tokens[-1]], [-1])
+
+
+class HiddenTransferDrafter:
+    """Drafts by hidden transfer, in trees of `tree_size` nodes (root included).
+
+    sources: how many of the likeliest nodes spawn pseudo rows within the verifying pass. tree_size gives the paper's
+    single pass; 0 computes the pseudo rows after the walk, for the accepted node alone. The drafts are the same.
+    shape: "best-first", "chain", or "static" (from `acceptance`, K rows of measured acceptance by rank).
+    sampled: draw the children from the draft distribution, as rejection sampling needs it.
+    """
+    method = "hidden-transfer"
+
+    def __init__(self, transfer: HiddenTransfer, tree_size: int = 16, sources: int = 0, shape: str = "best-first",
+                 acceptance: list[list[float]] | None = None, sampled: bool = False):
+        if tree_size < 1:
+            raise ValueError(f"--tree-size {tree_size}: it must be at least 1 (1 is plain decoding)")
+        if (shape == "static" or sampled) and not acceptance:
+            raise ValueError("a static tree needs the acceptance table that train.py stores with the maps")
+        self.transfer, self.tree_size, self.sources = transfer, tree_size, min(sources, tree_size)
+        self.shape, self.acceptance, self.sampled = shape, acceptance, sampled
+        self.rows = len(transfer.layers) * max(1, self.sources)
+
+    def forward(self, model, tokens, position_ids, mask, cache, read):
+        first, end, _ = read.indices(tokens.shape[1])
+        sources = torch.arange(first, min(first + self.sources, end), device=tokens.device)
+        x, pseudo, taps = self.transfer(model, tokens, position_ids, mask, cache, sources)
+        return model.unembed(x[:, read]), (pseudo, taps, first)
+
+    def draft_logits(self, round: Round) -> torch.Tensor:
+        """Logits (K, V) of the drafts at the positions behind the new root."""
+        pseudo, taps, first = round.state
+        source = round.row - first
+        if source < pseudo.shape[1]:
+            hidden = pseudo[0, source]                                      # (K, C), computed in the verifying pass
+        else:
+            hidden = self.transfer.draft(round.model, taps, round.row, len(round.tokens) - 2, round.cache)[0, 0]
+        return round.model.unembed(hidden[:round.max_depth])                # (min(K, max_depth), V)
+
+    def propose(self, round: Round) -> Tree:
+        root, size = round.tokens[-1], self.tree_size
+        if round.max_depth < 1 or size < 2:
+            return Tree([root], [-1])
+        logits = self.draft_logits(round)
+        if self.sampled:
+            q = torch.stack([round.sampler.probs(row) for row in logits]).cpu()             # (K, V)
+            seed = round.sampler.seed * 1_000_003 + len(round.tokens)
+            shape, _ = best_first(self.acceptance[:len(q)], size)
+            return sample_tree(root, shape, q, torch.Generator().manual_seed(seed % 2 ** 63))
+        scores, candidates = rank_drafts(logits, round.sampler, len(round.tokens), size - 1)
+        if self.shape == "chain":
+            scores = [row[:1] for row in scores]
+        elif self.shape == "static":
+            scores = self.acceptance[:len(candidates)]
+        parents, ranks = best_first(scores, size)
+        tokens, depth = [root], [0]
+        for parent, rank in zip(parents[1:], ranks[1:]):
+            tokens.append(candidates[depth[parent]][rank])
+            depth.append(depth[parent] + 1)
+        return Tree(tokens, parents)
+
+
+def rank_drafts(logits: torch.Tensor, sampler: Sampler, position: int, count: int):
+    """The `count` best candidates of each draft distribution: (scores, tokens), each K lists, best first.
+
+    logits (K, V): row i is about the token at position + i. Above temperature 0 they are ranked with the noise that
+    will choose the token there (common random numbers): if the draft distribution were the model's, rank 0 would
+    be the token that will be drawn. Scaled by the temperature, the noise fades into the greedy ranking at 0.
+    """
+    logits = logits.float()
+    if sampler.temperature > 0:
+        noise = torch.stack([sampler.noise(position + i, logits.shape[1]) for i in range(len(logits))])     # (K, V)
+        logits = logits + sampler.temperature * noise.to(logits.device, torch.float32)
+    scores, tokens = F.softmax(logits, dim=-1).topk(min(count, logits.shape[1]), dim=-1)                    # (K, count)
+    return scores.tolist(), tokens.tolist()

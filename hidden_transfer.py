@@ -1,0 +1,135 @@
+"""
+Hidden transfer (Wu et al., arXiv 2404.12022): drafting inside the model's own forward pass.
+
+At the input of block t_i a linear map turns the hidden state of a known token n into a *pseudo hidden state* of
+the token i places ahead. The pseudo row climbs through the remaining frozen blocks at position n + i; it attends to
+what its source row attends to and to the pseudo rows j <= i of the same source. No real row ever attends to a
+pseudo row, so the model's own logits are what they are without them. Norm and unembedding read the draft out.
+
+Departures from the paper: the maps start from ridge regression in closed form (train.py), and the pseudo rows of a
+pass may be computed after the walk, for the accepted node alone (`draft`), which gives the same drafts for
+fewer rows on machines where rows are not free.
+
+Letters as in model.py, and  K transfer steps   S source rows   R = T + K*S rows in the upper blocks
+"""
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model import GPT, check_inputs
+
+
+class HiddenTransfer(nn.Module):
+    """K linear maps C -> C, map i - 1 applied at the input of block layers[i - 1]; they start as the identity."""
+
+    def __init__(self, config, layers: list[int], shift_positions: bool = False):
+        """shift_positions: add the difference of the two position embeddings (learned positions only)."""
+        super().__init__()
+        if not layers:
+            raise ValueError("--transfer-layers: at least one block index is needed")
+        if len(layers) >= config.block_size:
+            raise ValueError(f"--transfer-layers: {len(layers)} steps are too many for a context of {config.block_size}")
+        for t in layers:
+            if not 0 <= t < config.n_layer:
+                raise ValueError(f"--transfer-layers: {t} is out of range, the model has blocks 0 to {config.n_layer - 1}")
+        if shift_positions and config.position != "learned":
+            raise ValueError("shift_positions needs a model with learned positions")
+        self.layers, self.shift_positions = list(layers), shift_positions
+        self.maps = nn.ModuleList(nn.Linear(config.n_embd, config.n_embd) for _ in layers)
+        for linear in self.maps:
+            nn.init.eye_(linear.weight)
+            nn.init.zeros_(linear.bias)
+        # Rows are appended in this order, so that the rows present in a block are always the first ones.
+        self.order = sorted(range(1, len(layers) + 1), key=lambda i: (layers[i - 1], i))
+
+    def spawn(self, model, i, h, position_ids):
+        """Pseudo hidden states of step i from h (B, S, C), the states of rows at position_ids (S,): (B, S, C)."""
+        p = self.maps[i - 1](h)
+        if self.shift_positions:
+            ahead = (position_ids + i).clamp_max(model.config.block_size - 1)
+            p = p + model.positions(ahead) - model.positions(position_ids)
+        return p
+
+    def forward(self, model: GPT, tokens, position_ids, mask, cache=None, sources=None):
+        """One pass over T real rows that also computes the pseudo rows of the source rows.
+
+        tokens (B, T), position_ids (T,), mask (T, S) bool as for GPT.forward; sources (S,) indices of real rows,
+        all by default. Returns x (B, T, C), the real rows after the last block; pseudo (B, S, K, C), the pseudo rows
+        after the last block (model.unembed reads both out); taps [K x (B, T, C)], the real rows entering block t_i.
+        """
+        check_inputs(model, tokens, position_ids, mask, cache)
+        T, device = tokens.shape[1], tokens.device
+        if sources is None:
+            sources = torch.arange(T, device=device)
+        x = model.embed(tokens, position_ids)                               # (B, T, C)
+        rope = model.rope(self.grow_positions(position_ids, sources))       # (2, R, D)
+        mask = self.grow_mask(mask, sources)                                # (R, committed + R)
+        x, taps = self.climb(model, x, T, rope, mask, cache, 0,
+                             lambda i, tap: self.spawn(model, i, tap[:, sources], position_ids[sources]))
+        return x[:, :T], self.by_step(x[:, T:], len(sources)), taps
+
+    def draft(self, model: GPT, taps, row: int, position: int, cache, steps: int | None = None):
+        """The pseudo rows of one real row, computed after the walk: (1, 1, K, C).
+
+        taps: from `forward`; row: the last accepted row in them; position: its position; cache: rows up to and
+        including that row are committed. Only the blocks from the first transfer on run, on K rows instead of K
+        times the tree. Equal to pseudo[:, row] of the one-pass forward.
+        """
+        device = taps[0].device
+        source = torch.tensor([position], device=device)
+        seen = torch.ones(1, cache.length, dtype=torch.bool, device=device)
+        rope = model.rope(self.grow_positions(source, torch.tensor([0], device=device))[1:])    # (2, K, D)
+        mask = self.grow_mask(seen, torch.tensor([0], device=device))[1:]                       # (K, committed + K)
+        x = taps[0][:, :0]                                                  # (1, 0, C): no real rows in this pass
+        x, _ = self.climb(model, x, 0, rope, mask, cache, min(self.layers),
+                          lambda i, _: self.spawn(model, i, taps[i - 1][:, row:row + 1], source))
+        return self.by_step(x, 1)
+
+    def climb(self, model, x, T, rope, mask, cache, first, spawn):
+        """Blocks first .. L-1 on rows x (B, T, C), with spawn(i, x[:, :T]) appended at block t_i."""
+        committed, taps = mask.shape[1] - mask.shape[0], [None] * len(self.layers)
+        for layer in range(first, len(model.blocks)):
+            for i in self.order:
+                if self.layers[i - 1] == layer:
+                    taps[i - 1] = x[:, :T]
+                    x = torch.cat([x, spawn(i, taps[i - 1])], dim=1)        # (B, rows so far + S, C)
+            R = x.shape[1]
+            x = model.blocks[layer](x, rope if rope is None else rope[:, :R], mask[:R, :committed + R], cache, layer)
+        return x, taps
+
+    def by_step(self, x, S):
+        """Pseudo rows in the order of appending (B, K*S, C) -> (B, S, K, C) in the order of steps."""
+        x = x.unflatten(1, (len(self.layers), S))                           # (B, K, S, C)
+        back = sorted(range(len(self.order)), key=lambda k: self.order[k])
+        return x[:, back].transpose(1, 2)                                   # (B, S, K, C)
+
+    def grow_positions(self, position_ids, sources):
+        """(T,) -> (R,): pseudo row i of source n stands at n + i."""
+        return torch.cat([position_ids] + [position_ids[sources] + i for i in self.order])
+
+    def grow_mask(self, mask, sources):
+        """(T, committed + T) -> (R, committed + R): pseudo rows repeat the mask of their source, and see the steps
+        j <= i of the same source; real rows see no pseudo row."""
+        S, K = len(sources), len(self.order)
+        order = torch.tensor(self.order, device=mask.device)
+        among = torch.kron(order[None, :] <= order[:, None], torch.eye(S, dtype=torch.bool, device=mask.device))  # (K*S, K*S)
+        real = torch.cat([mask, mask.new_zeros(len(mask), K * S)], dim=1)   # (T, committed + R)
+        pseudo = torch.cat([mask[sources].repeat(K, 1), among], dim=1)      # (K*S, committed + R)
+        return torch.cat([real, pseudo])
+
+
+def distillation_loss(teacher: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+    """Mean over the steps of KL(teacher[n + i] || draft[n, i]), each over its own valid rows n + i < N.
+
+    teacher (B, N, V): the base model's logits; drafts (B, N, K, V): those of the pseudo rows, every row a source.
+    Steps that reach past a short sequence have no valid row and take no part. ValueError if none has any.
+    """
+    N, losses = teacher.shape[1], []
+    target = F.log_softmax(teacher.float(), dim=-1)
+    for i in range(1, drafts.shape[2] + 1):
+        if i < N:
+            draft = F.log_softmax(drafts[:, :N - i, i - 1].float(), dim=-1)             # (B, N - i, V)
+            losses.append(F.kl_div(draft, target[:, i:], reduction="none", log_target=True).sum(-1).mean())
+    if not losses:
+        raise ValueError(f"a sequence of {N} token has no row to learn from: at least 2 are needed")
+    return torch.stack(losses).mean()

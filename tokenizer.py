@@ -1,0 +1,69 @@
+"""
+Byte-level BPE (Sennrich et al., arXiv 1508.07909) for the checkpoint that ships: a vocabulary is trained here,
+stored in tiktoken's file format (one "base64-bytes rank" a line) and used through tiktoken.
+"""
+import base64
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import regex            # comes with tiktoken, which splits with the same syntax
+import tiktoken
+
+# GPT-2's pattern without the English contractions and with at most three digits a piece. A line break and the
+# indentation behind it form one piece, which suits Python source.
+PATTERN = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+END_OF_TEXT = "<|endoftext|>"
+
+
+def train_bpe(texts, vocab_size: int) -> list[bytes]:
+    """Byte-level BPE: the 256 bytes, then the most frequent pair, merged, again and again, up to vocab_size tokens."""
+    counts = Counter(piece for text in texts for piece in regex.findall(PATTERN, text))
+    words = [[bytes([b]) for b in piece.encode()] for piece in counts]      # every distinct piece once, with its count
+    weights = list(counts.values())
+    pairs, where = Counter(), defaultdict(set)
+    for w, word in enumerate(words):
+        for pair in zip(word, word[1:]):
+            pairs[pair] += weights[w]
+            where[pair].add(w)
+    vocabulary = [bytes([b]) for b in range(256)]
+    while len(vocabulary) < vocab_size and pairs:
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))             # ties broken, so that a rerun gives the same
+        if pairs[best] < 2:
+            break
+        vocabulary.append(best[0] + best[1])
+        for w in where.pop(best):                                           # only the pieces that hold the pair change
+            for pair in zip(words[w], words[w][1:]):
+                pairs[pair] -= weights[w]
+            words[w] = merge(words[w], best)
+            for pair in zip(words[w], words[w][1:]):
+                pairs[pair] += weights[w]
+                where[pair].add(w)
+        del pairs[best]
+        if len(vocabulary) % 256 == 0:
+            pairs = +pairs                                                  # drop the pairs that have died out
+    return vocabulary
+
+
+def merge(word: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
+    merged = []
+    for part in word:
+        if merged and (merged[-1], part) == pair:
+            merged[-1] += part
+        else:
+            merged.append(part)
+    return merged
+
+
+def save_tokenizer(vocabulary: list[bytes], path: Path) -> None:
+    lines = (f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(vocabulary))
+    Path(path).write_text("".join(lines))
+
+
+def load_tokenizer(path: Path) -> tiktoken.Encoding:
+    """The vocabulary in a .tiktoken file, with the end-of-text token behind it as the last id."""
+    try:
+        ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, Path(path).read_text().splitlines())}
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a tokenizer in tiktoken's format ({error})") from None
+    return tiktoken.Encoding(Path(path).stem, pat_str=PATTERN, mergeable_ranks=ranks,
+                             special_tokens={END_OF_TEXT: len(ranks)})
