@@ -6,6 +6,7 @@ Decoding: one loop over any drafter, and the command line.
 """
 import argparse
 import codecs
+import dataclasses
 import json
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import BASE, DTYPES, TRANSFER, load_checkpoint, load_transfer
+from cli import Parser, pick_device, run
 from drafters import Autoregressive, HiddenTransferDrafter, Round
 from model import GPT, KVCache, causal_mask
 from sampler import Sampler
@@ -141,3 +143,187 @@ def synchronize(device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+# ------------------------------------------------------------------------------------- the command line
+
+PROMPT = '"""Tools for working with dates."""\n\nimport datetime\n\nclass Calendar:\n    def __init__(self, year, month'
+DRAFTED, PLAIN = "\033[32m", "\033[0m"      # drafted tokens in green, those that the model supplied as they are
+
+
+def parse_args(argv=None):
+    p = Parser("Generate text with hidden transfer; the output is exactly that of plain decoding.")
+    prompt = p.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", help="text to continue (a piece of Python if nothing is given)")
+    prompt.add_argument("--prompt-file", help="file with the text to continue, UTF-8")
+    prompt.add_argument("--token-ids", help="token ids to continue, as in 1,2,3")
+    p.add_argument("--max-new-tokens", type=int, default=128)
+    p.add_argument("--method", choices=["hidden-transfer", "autoregressive"], default="hidden-transfer")
+    p.add_argument("--tree-size", default="auto", help="nodes of the candidate tree, root included; auto measures")
+    p.add_argument("--sources", type=int, help="nodes that spawn pseudo rows in the verifying pass; 0: after the walk, for "
+                                               "the accepted node alone; if not given, 0 on CPU and all of them elsewhere")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    p.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0: all")
+    p.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens that sum to p; 1: all")
+    p.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest; 0: none")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--verify", choices=["coupled", "rejection"], default="coupled",
+                   help="coupled: token for token as plain decoding; rejection: the same distribution")
+    p.add_argument("--checkpoint", default=str(BASE), help="base model")
+    p.add_argument("--transfer", default=str(TRANSFER), help="its transfer maps, from train.py")
+    p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, mps, or auto")
+    p.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    p.add_argument("--stop-at-end", action=argparse.BooleanOptionalAction, default=True, help="stop at the end-of-text token")
+    p.add_argument("--check", action="store_true", help="decode plainly as well and compare; exit status 1 if they differ")
+    p.add_argument("--json", action="store_true", help="one JSON object on the last line instead of the summary")
+    p.add_argument("--trace", action="store_true", help="print the tree of each pass, with the accepted path")
+    p.add_argument("--profile", action="store_true", help="print where the time of a decoding step goes")
+    return p.parse_args(argv)
+
+
+def main() -> None:
+    args = parse_args()
+    sampler = Sampler(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
+    if args.check and args.verify == "rejection":
+        raise ValueError("--check compares token for token, which --verify rejection does not promise; use --verify coupled")
+    model, tokenizer = load_checkpoint(args.checkpoint, DTYPES[args.dtype], pick_device(args.device))
+    prompt_ids = read_prompt(args, tokenizer)
+    check_request(model, prompt_ids, args.max_new_tokens, args.verify)
+    drafter = make_drafter(args, model, prompt_ids)
+    end_token = tokenizer.eot_token if tokenizer is not None and args.stop_at_end else None
+    settings = dict(sampler=sampler, max_new_tokens=args.max_new_tokens, end_token=end_token, tokenizer=tokenizer)
+    show = Display(tokenizer, args)
+    show.prompt(prompt_ids)
+    result = generate(model, prompt_ids, drafter, verify=args.verify, on_pass=show, **settings)
+    show.end()
+    report = dataclasses.asdict(result)
+    if args.check:
+        plain = generate(model, prompt_ids, None, **settings)
+        report |= {"identical": plain.token_ids == result.token_ids, "autoregressive_seconds": plain.seconds}
+    if args.profile:
+        from measure import profile                                         # measure.py builds on this file
+        print(profile(model, prompt_ids, drafter, settings))
+    print(json.dumps(report) if args.json else summary(report))
+    if args.check and not report["identical"]:
+        print(first_difference(model, prompt_ids, plain.token_ids, result.token_ids), file=sys.stderr)
+        sys.exit(1)
+
+
+def read_prompt(args, tokenizer) -> list[int]:
+    if args.token_ids is not None:
+        try:
+            return [int(part) for part in args.token_ids.split(",")]
+        except ValueError:
+            raise ValueError(f"--token-ids {args.token_ids}: give whole numbers with commas between, as in 1,2,3") from None
+    if tokenizer is None:
+        raise ValueError(f"--checkpoint {args.checkpoint} has no tokenizer: give the prompt as --token-ids")
+    if args.prompt_file is not None:
+        try:
+            text = Path(args.prompt_file).read_bytes().decode()
+        except UnicodeDecodeError:
+            raise ValueError(f"--prompt-file {args.prompt_file}: not UTF-8 text") from None
+        except OSError as error:
+            raise ValueError(f"--prompt-file {args.prompt_file}: {error.strerror}") from None
+    else:
+        text = PROMPT if args.prompt is None else args.prompt
+    try:
+        return tokenizer.encode_ordinary(text)
+    except UnicodeEncodeError:                                              # a lone surrogate: the shell passed raw bytes
+        raise ValueError("--prompt: not UTF-8 text") from None
+
+
+def make_drafter(args, model, prompt_ids):
+    """The drafter that the command line asks for; with --tree-size auto the size that is fastest here."""
+    if args.method == "autoregressive":
+        return Autoregressive()
+    size = None if args.tree_size == "auto" else parse_tree_size(args.tree_size)
+    transfer, notes = load_transfer(args.transfer, model)
+    sources = args.sources if args.sources is not None else 0 if model.embedding.weight.device.type == "cpu" else 10 ** 6
+    if sources < 0:
+        raise ValueError(f"--sources {sources}: it must be 0 or more")
+
+    def drafter_of(size):
+        return HiddenTransferDrafter(transfer, size, sources, "best-first", notes.get("acceptance"), args.verify == "rejection")
+
+    if size is None:
+        from measure import choose_tree_size
+        size, _ = choose_tree_size(model, drafter_of, notes["tokens_per_pass"], prompt_ids)
+    return drafter_of(size)
+
+
+def parse_tree_size(text: str) -> int:
+    if not text.lstrip("-").isdigit() or int(text) < 1:
+        raise ValueError(f"--tree-size {text}: it must be auto or a whole number of at least 1 (1 is plain decoding)")
+    return int(text)
+
+
+class Display:
+    """Streams the text as it is accepted, or with --trace the tree of each pass."""
+
+    def __init__(self, tokenizer, args):
+        self.tokenizer, self.trace, self.silent = tokenizer, args.trace, args.json and not args.trace
+        self.colour = sys.stdout.isatty()
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")     # a character may span two tokens
+
+    def text_of(self, token: int) -> str:
+        return self.decoder.decode(self.tokenizer.decode_single_token_bytes(token)) if self.tokenizer else f" {token}"
+
+    def prompt(self, prompt_ids):
+        if not self.silent:
+            print("".join(map(self.text_of, prompt_ids)), end="\n" if self.trace else "", flush=True)
+
+    def __call__(self, this: Pass):
+        if self.silent:
+            return
+        if self.trace:
+            print(draw_pass(this, self.tokenizer), flush=True)
+            return
+        for n, token in enumerate(this.emitted):
+            drafted = n < len(this.path) - 1
+            text = self.text_of(token)
+            print(f"{DRAFTED}{text}{PLAIN}" if self.colour and drafted else text, end="", flush=True)
+
+    def end(self):
+        if not self.silent:
+            print("\n")
+
+
+def draw_pass(this: Pass, tokenizer) -> str:
+    """The tree of a pass, a node a line, * before the accepted ones, and the token the model supplied."""
+    name = (lambda token: repr(tokenizer.decode([token]))) if tokenizer else str
+    lines = []
+
+    def visit(node):
+        lines.append(f"  {'*' if node in this.path else ' '} {'    ' * this.tree.depth[node]}{name(this.tree.tokens[node])}")
+        for child in this.tree.children[node].values():
+            visit(child)
+
+    visit(0)
+    return "\n".join(lines + [f"    emitted {len(this.emitted)}: " + " ".join(map(name, this.emitted))])
+
+
+def summary(report: dict) -> str:
+    lines = [f"{report['method']}, tree of {report['tree_size']}, {report['dtype']} on {report['device']}, stopped by {report['finish_reason']}",
+             f"{report['new_tokens']} new tokens in {report['forward_passes']} forward passes: "
+             f"{report['mean_accepted_tokens']:.2f} mean accepted tokens, {report['tokens_per_second']:.1f} tokens/s"]
+    if "identical" in report:
+        ratio = report["autoregressive_seconds"] / report["seconds"] if report["seconds"] else float("nan")
+        lines.append(f"plain decoding: {'the same tokens' if report['identical'] else 'DIFFERENT tokens'}, "
+                     f"{report['autoregressive_seconds']:.2f} s against {report['seconds']:.2f} s, ratio {ratio:.2f} (one run each)")
+    return "\n".join(lines)
+
+
+@torch.inference_mode()
+def first_difference(model, prompt_ids, plain, other) -> str:
+    """Where two outputs part, with the gap between the two best logits of the plain step there."""
+    n = next((n for n, (a, b) in enumerate(zip(plain, other)) if a != b), min(len(plain), len(other)))
+    tokens = prompt_ids + plain[:n]
+    device = model.embedding.weight.device
+    logits = model(torch.tensor([tokens], device=device), torch.arange(len(tokens), device=device),
+                   causal_mask(len(tokens), device=device), read=slice(-1, None))[0, 0]
+    best = logits.float().topk(2).values
+    return f"first difference at new token {n}: plain {plain[n:n + 1]}, drafted {other[n:n + 1]}; top-2 gap {best[0] - best[1]:.2e}"
+
+
+if __name__ == "__main__":
+    run(main)

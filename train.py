@@ -1,168 +1,195 @@
 """
-Training.
+Training: transfer maps on a frozen base (the default), or that base itself.
 
-    python train.py                  # the transfer maps of the checkpoint that ships: minutes on a laptop
-    python train.py --stage base     # that checkpoint itself, from nothing: about an hour and a half on 2 cores
+    python train.py                              # maps for the checkpoint that ships; minutes on a laptop
+    python train.py --sweep                      # which block to transfer at: the closed form at every block
+    python train.py --data my_texts/             # on text of your own
+    python train.py --stage base                 # the base model, from nothing (pretrain.py)
+    torchrun --nproc-per-node 2 train.py         # several processes
 
-Both stages share one loop (`fit`): a progress bar, Ctrl-C that saves, --resume that continues to the same weights
-as an uninterrupted run, gradient accumulation, and several processes under torchrun.
+The maps start from ridge regression (closed_form.py) and are then distilled: the loss is the divergence between the
+base model's own next-token distribution and the one read out of the pseudo row (arXiv 2404.12022, section 3.3).
 """
-import argparse
-import math
-import os
-import sys
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from tqdm import tqdm
 
-from checkpoint import BASE, load_checkpoint, load_file, save_checkpoint, save_file
-from data import encode_texts, n_bytes, read_corpus
-from model import GPT, GPTConfig, causal_mask
-from tokenizer import load_tokenizer, save_tokenizer, train_bpe
+from checkpoint import BASE, load_checkpoint, save_transfer
+from cli import Parser, has_fast_bfloat16, pick_device, run, writable_folder
+from closed_form import RidgeSums
+from data import encode_texts, read_corpus
+from hidden_transfer import HiddenTransfer, distillation_loss
+from loop import fit, set_up_processes, windows
+from measure import (RANKS, TREE_SIZES, acceptance_by_rank, agreement, continue_greedily, cut_prompts, tokens_per_pass)
+from model import causal_mask
+from pretrain import train_base
+
+LAYERS = [6, 6, 6, 6]               # the block of each transfer step for the checkpoint that ships: see --sweep
+PROMPTS, PROMPT, NEW = 50, 32, 128  # held-out prompts, their length and what is generated from them
+DEFAULTS = {                        # per stage: what the command line leaves open
+    "transfer": {"steps": 500, "batch": 8, "length": 256, "lr": 1e-3, "save_every": 100},
+    "base": {"steps": 3000, "batch": 16, "length": 513, "lr": 6e-3, "save_every": 100},
+}
 
 
-# ---------------------------------------------------------------------------------------------- the loop
+def train_transfer(args) -> None:
+    """Warm start, distillation and a table after each; saves transfer.pt and training.png in the folder --out."""
+    model, tokenizer = load_checkpoint(args.checkpoint, device=args.device)
+    args.length = min(args.length, model.config.block_size)
+    stream, held_out = (encode_texts(texts, tokenizer) for texts in read_corpus(args.data))
+    for kind, tokens in (("training", stream), ("held-out", held_out)):
+        if len(tokens) < args.length:
+            raise ValueError(f"--data: {len(tokens)} {kind} tokens are fewer than one window of --length {args.length}")
+    transfer = HiddenTransfer(model.config, args.transfer_layers, args.shift_positions).to(args.device)
+    if args.length <= len(transfer.layers):
+        raise ValueError(f"--length {args.length} is too short for {len(transfer.layers)} transfer steps")
+    main_process = not dist.is_initialized() or dist.get_rank() == 0
+    if main_process:
+        sequences = continue_greedily(model, cut_prompts(held_out, PROMPTS, PROMPT), NEW)
+    if args.sweep:
+        return sweep(model, stream, held_out, sequences, args)
+    if not args.resume:
+        ridge_sums(model, stream, args, len(transfer.layers)).fill(transfer)
+        if main_process:
+            print_tables("after the warm start (closed form)", transfer.layers, *evaluate(model, transfer, held_out, sequences))
 
-def fit(module, optimizers, loss_of, stream, args, device="cpu") -> list[tuple[int, float]]:
-    """Minimise loss_of(tokens (B, T)) over windows of `stream`; returns [(step, loss), ...].
-
-    Everything random in step s is drawn from a generator seeded with (seed, s), and the state of the optimisers
-    is saved, so a resumed run goes through the same numbers as an uninterrupted one.
-    """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    state_file, history, start = Path(args.out) / f"{args.stage}-state.pt", [], 0
-    if args.resume:
-        saved = load_file(state_file, f"{args.stage}-state", "--resume")
-        if saved["plan"] != plan_of(args):
-            raise ValueError(f"--resume: {state_file} was made with {saved['plan']}, now {plan_of(args)}")
-        module.load_state_dict(saved["module"])
-        for optimizer, state in zip(optimizers, saved["optimizers"]):
-            optimizer.load_state_dict(state)
-        history, start = [tuple(pair) for pair in saved["history"]], saved["step"]
-
-    def save(step):
-        if rank == 0:
-            save_file({"kind": f"{args.stage}-state", "plan": plan_of(args), "step": step, "history": history,
-                       "module": module.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}, state_file)
-
-    step, params = start, [p for p in module.parameters() if p.requires_grad]
-    bar = tqdm(total=args.steps, initial=start, desc=args.stage, disable=rank > 0, dynamic_ncols=True)
-    try:
-        for step in range(start, args.steps):
-            total = 0.0
-            for micro in range(rank, args.accumulate * world, world):
-                tokens = windows(stream, args, step, micro).to(device)
-                loss = loss_of(tokens) / (args.accumulate * world)
-                loss.backward()
-                total += loss.item()
-            if world > 1:
-                total = all_reduce(params, total)
-            if not math.isfinite(total):
-                raise ValueError(f"the loss is {total} at step {step}: lower --lr")
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = group["peak_lr"] * schedule(step, args)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            history.append((step, total))
-            bar.set_postfix_str(f"loss {total:.3f}", refresh=False)
-            bar.update()
-            if args.save_every and (step + 1) % args.save_every == 0:
-                save(step + 1)
-    except KeyboardInterrupt:
-        bar.close()
-        save(step)
-        print(f"\nstopped after {step} of {args.steps} steps; to go on: the same command with --resume")
-        sys.exit(130)
-    bar.close()
-    return history
-
-
-def plan_of(args) -> dict:
-    """What must not change between a run and its continuation."""
-    return {name: getattr(args, name) for name in ("steps", "batch", "accumulate", "length", "lr", "seed")}
-
-
-def schedule(step, args) -> float:
-    """Linear warm-up over the first hundredth, then linear to zero, as a share of the peak learning rate."""
-    warmup = max(1, args.steps // 50)
-    return min((step + 1) / warmup, 1 - step / args.steps)
-
-
-def windows(stream, args, step, micro) -> torch.Tensor:
-    """(B, length) int64 windows at random places of the stream (N,)."""
-    generator = torch.Generator().manual_seed((args.seed * 1_000_003 + step) * 1_009 + micro)
-    starts = torch.randint(len(stream) - args.length + 1, (args.batch,), generator=generator)
-    return torch.stack([torch.from_numpy(stream[i:i + args.length].astype("int64")) for i in starts.tolist()])
-
-
-def all_reduce(params, total) -> float:
-    for p in params:
-        dist.all_reduce(p.grad)
-    loss = torch.tensor(total)
-    dist.all_reduce(loss)
-    return loss.item()
-
-
-# ---------------------------------------------------------------------------------------------- the base stage
-
-def train_base(args) -> None:
-    """A GPT from nothing on the training half of the corpus. Muon for the matrices, AdamW for the rest."""
-    texts, held_out = read_corpus(args.data)
-    out = Path(args.out)
-    if args.new_tokenizer:
-        save_tokenizer(train_bpe(texts, GPTConfig.vocab_size - 1), out / "base.tiktoken")
-    tokenizer = load_tokenizer(out / "base.tiktoken" if args.new_tokenizer else BASE.parent / "base.tiktoken")
-    stream = encode_texts(texts, tokenizer)
-    torch.manual_seed(args.seed)
-    model = GPT(GPTConfig(vocab_size=tokenizer.n_vocab, n_kv_head=2, mlp_width=704)).to(args.device)
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name]
-    others = [p for name, p in model.named_parameters() if p.dim() == 1 or "embedding" in name]
-    optimizers = [torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-                  torch.optim.AdamW(others, lr=args.lr / 2, betas=(0.9, 0.95), weight_decay=0.0)]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["peak_lr"] = group["lr"]
-    position_ids, mask = torch.arange(args.length - 1), causal_mask(args.length - 1)
+    position_ids, mask = torch.arange(args.length, device=args.device), causal_mask(args.length, device=args.device)
 
     def loss_of(tokens):
-        with torch.autocast(args.device, torch.bfloat16, enabled=args.autocast):
-            logits = model(tokens[:, :-1], position_ids, mask)              # (B, T, V)
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())   # (B*T, V), (B*T,)
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=args.autocast):
+            x, pseudo, _ = transfer(model, tokens, position_ids, mask)
+            return distillation_loss(model.unembed(x), model.unembed(pseudo))
 
-    fit(model, optimizers, torch.compile(loss_of) if args.compile else loss_of, stream, args, args.device)
-    bits = bits_per_byte(model.eval(), encode_texts(held_out, tokenizer), n_bytes(held_out))
-    save_checkpoint(model, out / "base.pt", "base.tiktoken", {"bits_per_byte": bits, "steps": args.steps})
-    print(f"held-out bits per byte {bits:.4f}; saved {out / 'base.pt'}")
+    optimizer = torch.optim.AdamW(transfer.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0)
+    history = fit(transfer, [optimizer], loss_of, stream, args, "transfer")
+    if main_process:
+        rows, table = evaluate(model, transfer, held_out, sequences)
+        print_tables("after distillation", transfer.layers, rows, table)
+        notes = {"agreement": rows, "tokens_per_pass": table, "steps": args.steps,
+                 "tokens": args.steps * args.batch * args.accumulate * args.length,
+                 "acceptance": acceptance_by_rank(model, transfer, sequences, PROMPT)}
+        save_transfer(transfer, model, Path(args.out) / "transfer.pt", notes)
+        plot_training(history, rows, table, Path(args.out) / "training.png")
+        print(f"saved {args.out}/transfer.pt and {args.out}/training.png; "
+              f"try: python generate.py --transfer {args.out}/transfer.pt")
 
 
-@torch.no_grad()
-def bits_per_byte(model, stream, total_bytes) -> float:
-    """Held-out bits per byte. Windows overlap by half, so that each token has at least half a context before it."""
-    T = model.config.block_size
-    position_ids, mask, nats = torch.arange(T), causal_mask(T), 0.0
-    tokens = torch.from_numpy(stream.astype("int64"))
-    for start in tqdm(range(0, len(tokens) - 1, T // 2), desc="bits per byte"):
-        window = tokens[start:start + T + 1]
-        n = len(window) - 1
-        logits = model(window[None, :-1], position_ids[:n], mask[:n, :n])[0]
-        losses = F.cross_entropy(logits.float(), window[1:], reduction="none")
-        nats += losses[0 if start == 0 else T // 2:].sum().item()
-    return nats / math.log(2) / total_bytes
+def ridge_sums(model, stream, args, steps: int) -> RidgeSums:
+    """Accumulate the closed form over --warm-start-tokens tokens of the training text."""
+    sums, micro = RidgeSums(model.config, steps, args.device), 0
+    with tqdm(total=args.warm_start_tokens, desc="warm start", unit="token", dynamic_ncols=True) as bar:
+        while sums.rows < args.warm_start_tokens:
+            before = sums.rows
+            sums.add(model, windows(stream, args, args.steps, micro).to(args.device))     # windows no training step sees
+            bar.update(sums.rows - before)
+            micro += 1
+    return sums
+
+
+def sweep(model, stream, held_out, sequences, args) -> None:
+    """Print the worth of the closed form at every block: tokens per pass, and each step's top-1 agreement."""
+    steps = len(args.transfer_layers)
+    sums, sizes = ridge_sums(model, stream, args, steps), (4, 16, 64)
+    print("block " + "".join(f"{f'{size} nodes':>10}" for size in sizes) + "".join(f"{f'step {i}':>9}" for i in range(1, steps + 1)))
+    print("      " + f"{'tokens per pass':>{10 * len(sizes)}}" + f"{'top-1 agreement':>{9 * steps}}")
+    for t in range(model.config.n_layer):
+        transfer = sums.fill(HiddenTransfer(model.config, [t] * steps, args.shift_positions).to(args.device))
+        rows, table = evaluate(model, transfer, held_out, sequences, sizes)
+        print(f"{t:5} " + "".join(f"{table[size]:10.3f}" for size in sizes) + "".join(f"{row[0]:9.3f}" for row in rows), flush=True)
+
+
+def evaluate(model, transfer, held_out, sequences, sizes=TREE_SIZES):
+    """(agreement by step and rank on held-out text, tokens per pass by tree size on held-out prompts)."""
+    return agreement(model, transfer, held_out), tokens_per_pass(model, transfer, sequences, PROMPT, sizes)
+
+
+def print_tables(title: str, layers, rows, table) -> None:
+    print(f"\n{title}\nagreement of each transfer step's draft with the model's own argmax, held-out text\n"
+          "step  block" + "".join(f"{f'top-{rank}':>8}" for rank in RANKS))
+    for i, (t, row) in enumerate(zip(layers, rows), start=1):
+        print(f"{i:4} {t:6}" + "".join(f"{share:8.3f}" for share in row))
+    print(f"tokens per pass, greedy, {PROMPTS} held-out prompts, {NEW} new tokens each\n"
+          "tree size" + "".join(f"{size:7}" for size in table) + "\n"
+          "tokens   " + "".join(f"{tokens:7.2f}" for tokens in table.values()) + "\n", flush=True)
+
+
+def plot_training(history, rows, table, path: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    steps, losses = zip(*history)
+    left.plot(steps, losses, linewidth=0.8)
+    left.set(title="distillation", xlabel="step", ylabel="KL divergence (nats)")
+    for i, row in enumerate(rows, start=1):
+        middle.plot(RANKS, row, marker="o", label=f"step {i}")
+    middle.set(title="draft agreement, held-out text", xlabel="among the first n candidates", ylabel="share", ylim=(0, 1))
+    middle.legend()
+    right.plot(list(table), list(table.values()), marker="o")
+    right.set(title="tokens per forward pass", xlabel="tree size (nodes)", ylabel="mean accepted tokens", xscale="log")
+    beside = path.with_suffix(".tmp.png")
+    figure.savefig(beside, dpi=110)
+    beside.replace(path)
+    plt.close(figure)
+
+
+def parse_args(argv=None):
+    p = Parser("Train transfer maps (or the base model they are for).")
+    p.add_argument("--stage", choices=list(DEFAULTS), default="transfer", help="what to train")
+    p.add_argument("--checkpoint", default=str(BASE), help="the base model that the maps are for")
+    p.add_argument("--data", help="file or folder of UTF-8 text; if not given, the Python standard library")
+    p.add_argument("--out", default="out", help="folder for what is saved")
+    p.add_argument("--transfer-layers", type=layer_list, default=LAYERS, help="block of each transfer step, as in 6,6,6")
+    p.add_argument("--shift-positions", action="store_true", help="add the difference of position embeddings (learned positions)")
+    p.add_argument("--sweep", action="store_true", help="print the worth of every transfer block, and stop")
+    p.add_argument("--warm-start-tokens", type=positive, default=100_000, help="rows of text for the closed form")
+    for name, help in (("steps", "optimiser steps"), ("batch", "windows per micro-batch"), ("length", "tokens per window"),
+                       ("lr", "peak learning rate"), ("save_every", "steps between saved states")):
+        usual = ", ".join(f"{stage}: {values[name]}" for stage, values in DEFAULTS.items())
+        p.add_argument(f"--{name.replace('_', '-')}", type=float if name == "lr" else positive, help=f"{help} ({usual})")
+    p.add_argument("--accumulate", type=positive, default=1, help="micro-batches per step and process")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--resume", action="store_true", help="continue the run whose state lies in --out")
+    p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, mps, or auto")
+    p.add_argument("--autocast", choices=["auto", "on", "off"], default="auto", help="bfloat16 matrix products; auto: where they are fast")
+    p.add_argument("--compile", action="store_true", help="base stage: torch.compile (needs a C++ compiler on CPU)")
+    p.add_argument("--position", choices=["rotary", "learned"], default="rotary", help="base stage: kind of position")
+    p.add_argument("--new-tokenizer", action="store_true", help="base stage: train a vocabulary on the corpus first")
+    args = p.parse_args(argv)
+    for name, value in DEFAULTS[args.stage].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if not 0 < args.lr < float("inf"):
+        raise ValueError(f"--lr {args.lr}: it must be a positive number")
+    return args
+
+
+def positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise ValueError
+    return int(text)
+
+
+def layer_list(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+positive.__name__, layer_list.__name__ = "positive whole number", "list of block numbers"   # what argparse's errors say
+
+
+def main() -> None:
+    args = parse_args()
+    writable_folder(args.out)
+    args.device = set_up_processes(pick_device(args.device))
+    args.autocast = args.autocast == "on" or args.autocast == "auto" and has_fast_bfloat16(args.device)
+    try:
+        train_base(args) if args.stage == "base" else train_transfer(args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    p = argparse.ArgumentParser()
-    p.add_argument("--stage", default="transfer"); p.add_argument("--out", default="out"); p.add_argument("--data")
-    p.add_argument("--steps", type=int, default=3000); p.add_argument("--batch", type=int, default=16)
-    p.add_argument("--accumulate", type=int, default=1); p.add_argument("--length", type=int, default=513)
-    p.add_argument("--lr", type=float, default=6e-3); p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--save-every", type=int, default=100); p.add_argument("--resume", action="store_true")
-    p.add_argument("--compile", action="store_true"); p.add_argument("--autocast", action="store_true")
-    p.add_argument("--new-tokenizer", action="store_true"); p.add_argument("--device", default="cpu")
-    args = p.parse_args()
-    train_base(args)
+    run(main)

@@ -1,0 +1,59 @@
+"""
+The closed-form start of the transfer maps: ridge regression from h[n, t] to h[n + i, t], one pass over some text.
+
+A map W_i is linear, and "the hidden state i places ahead" is known for every row of a text, so the least-squares
+map needs no gradients. What is accumulated, in float64, is X'X and X'Y per block and step (our addition to the paper).
+"""
+import torch
+from tqdm import tqdm
+
+from hidden_transfer import HiddenTransfer
+from model import causal_mask
+
+
+@torch.inference_mode()
+def hidden_states(model, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """The states entering every block, L x (B, T, C), of a causal pass over tokens (B, T)."""
+    T, device = tokens.shape[1], tokens.device
+    position_ids, mask, states = torch.arange(T, device=device), causal_mask(T, device=device), []
+    x, rope = model.embed(tokens, position_ids), model.rope(position_ids)
+    for layer, block in enumerate(model.blocks):
+        states.append(x)
+        x = block(x, rope, mask, None, layer)
+    return states
+
+
+class RidgeSums:
+    """X'X and X'Y for all blocks and steps; `add` a batch at a time, then `solve`."""
+
+    def __init__(self, config, steps: int, device="cpu"):
+        C, L = config.n_embd, config.n_layer
+        self.steps, self.rows = steps, 0
+        self.xx = torch.zeros(L, C + 1, C + 1, dtype=torch.float64, device=device)           # with a 1 for the bias
+        self.xy = torch.zeros(L, steps, C + 1, C, dtype=torch.float64, device=device)
+
+    def add(self, model, tokens: torch.Tensor) -> None:
+        """tokens (B, T); the last `steps` rows have no full set of targets and are left out."""
+        n = tokens.shape[1] - self.steps
+        for t, h in enumerate(hidden_states(model, tokens)):
+            h = h.double()
+            x = h[:, :n].flatten(0, 1)                                      # (B*n, C)
+            x = torch.cat([x, x.new_ones(len(x), 1)], dim=1)                # (B*n, C + 1)
+            self.xx[t] += x.T @ x
+            for i in range(1, self.steps + 1):
+                self.xy[t, i - 1] += x.T @ h[:, i:n + i].flatten(0, 1)
+        self.rows += len(tokens) * n
+
+    def solve(self, t: int, i: int, ridge: float = 1e-3) -> torch.Tensor:
+        """(C + 1, C): the map for step i at block t, its last row the bias. ridge: share of the mean variance."""
+        xx = self.xx[t].clone()
+        strength = ridge * xx.diagonal()[:-1].mean()
+        xx.diagonal()[:-1] += strength                                      # the bias is not shrunk
+        return torch.linalg.solve(xx, self.xy[t, i - 1])
+
+    def fill(self, transfer: HiddenTransfer) -> HiddenTransfer:
+        for i, (t, linear) in enumerate(zip(transfer.layers, transfer.maps), start=1):
+            solution = self.solve(t, i)
+            linear.weight.data.copy_(solution[:-1].T)
+            linear.bias.data.copy_(solution[-1])
+        return transfer
