@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from hidden_transfer import HiddenTransfer
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, lay_out_for_cpu
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parent
@@ -84,7 +84,8 @@ def build_model(config: GPTConfig, state: dict, dtype=torch.float32, device="cpu
         model = GPT(config)
     state = {name: p.to(device, dtype) for name, p in strip_prefixes(state).items()}
     model.load_state_dict(state, strict=True, assign=True)
-    return model.eval().requires_grad_(False)
+    model = model.eval().requires_grad_(False)
+    return lay_out_for_cpu(model) if torch.device(device).type == "cpu" else model
 
 
 def fingerprint(model: GPT) -> str:

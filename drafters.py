@@ -55,6 +55,8 @@ class HiddenTransferDrafter:
                  acceptance: list[list[float]] | None = None, sampled: bool = False):
         if tree_size < 1:
             raise ValueError(f"--tree-size {tree_size}: it must be at least 1 (1 is plain decoding)")
+        if sources < 0:
+            raise ValueError(f"--sources {sources}: it must be 0 or more")
         if (shape == "static" or sampled) and not acceptance:
             raise ValueError("a static tree needs the acceptance table that train.py stores with the maps")
         self.transfer, self.tree_size, self.sources = transfer, tree_size, min(sources, tree_size)

@@ -20,7 +20,7 @@ from cli import Parser, pick_device, run
 from drafters import Autoregressive, HiddenTransferDrafter, Round
 from model import GPT, KVCache, causal_mask
 from sampler import Sampler
-from tree import Tree, walk, walk_rejection
+from tree import Tree, depth_first, walk, walk_rejection
 
 
 @dataclass
@@ -161,7 +161,7 @@ def parse_args(argv=None):
     p.add_argument("--method", choices=["hidden-transfer", "autoregressive"], default="hidden-transfer")
     p.add_argument("--tree-size", default="auto", help="nodes of the candidate tree, root included; auto measures")
     p.add_argument("--sources", type=int, help="nodes that spawn pseudo rows in the verifying pass; 0: after the walk, for "
-                                               "the accepted node alone; if not given, 0 on CPU and all of them elsewhere")
+                                               "the accepted node alone; if not given, what auto measures, or 0 on CPU and all elsewhere")
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     p.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0: all")
     p.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens that sum to p; 1: all")
@@ -201,7 +201,7 @@ def main() -> None:
         plain = generate(model, prompt_ids, None, **settings)
         report |= {"identical": plain.token_ids == result.token_ids, "autoregressive_seconds": plain.seconds}
     if args.profile:
-        from measure import profile                                         # measure.py builds on this file
+        from measure import profile
         print(profile(model, prompt_ids, drafter, settings))
     print(json.dumps(report) if args.json else summary(report))
     if args.check and not report["identical"]:
@@ -238,17 +238,16 @@ def make_drafter(args, model, prompt_ids):
         return Autoregressive()
     size = None if args.tree_size == "auto" else parse_tree_size(args.tree_size)
     transfer, notes = load_transfer(args.transfer, model)
-    sources = args.sources if args.sources is not None else 0 if model.embedding.weight.device.type == "cpu" else 10 ** 6
-    if sources < 0:
-        raise ValueError(f"--sources {sources}: it must be 0 or more")
 
-    def drafter_of(size):
+    def drafter_of(size, sources):
         return HiddenTransferDrafter(transfer, size, sources, "best-first", notes.get("acceptance"), args.verify == "rejection")
 
     if size is None:
-        from measure import choose_tree_size
-        size, _ = choose_tree_size(model, drafter_of, notes["tokens_per_pass"], prompt_ids)
-    return drafter_of(size)
+        from measure import choose_tree_size                                # measure.py builds on this file
+        size, sources, _ = choose_tree_size(model, drafter_of, notes["tokens_per_pass"], prompt_ids)
+    else:
+        sources = 0 if model.embedding.weight.device.type == "cpu" else size
+    return drafter_of(size, sources if args.sources is None else args.sources)
 
 
 def parse_tree_size(text: str) -> int:
@@ -291,14 +290,8 @@ class Display:
 def draw_pass(this: Pass, tokenizer) -> str:
     """The tree of a pass, a node a line, * before the accepted ones, and the token the model supplied."""
     name = (lambda token: repr(tokenizer.decode([token]))) if tokenizer else str
-    lines = []
-
-    def visit(node):
-        lines.append(f"  {'*' if node in this.path else ' '} {'    ' * this.tree.depth[node]}{name(this.tree.tokens[node])}")
-        for child in this.tree.children[node].values():
-            visit(child)
-
-    visit(0)
+    lines = [f"  {'*' if node in this.path else ' '} {'    ' * this.tree.depth[node]}{name(this.tree.tokens[node])}"
+             for node in depth_first(this.tree)]
     return "\n".join(lines + [f"    emitted {len(this.emitted)}: " + " ".join(map(name, this.emitted))])
 
 

@@ -8,6 +8,9 @@ import time
 
 import torch
 
+from checkpoint import BASE, DTYPES, TRANSFER, load_checkpoint, load_transfer
+from cli import Parser, pick_device, run
+from data import encode_texts, read_corpus
 from drafters import HiddenTransferDrafter, rank_drafts
 from generate import generate, synchronize
 from model import KVCache, causal_mask
@@ -132,19 +135,101 @@ def acceptance_by_rank(model, transfer, sequences, prompt: int, count: int = 32)
 
 # ----------------------------------------------------------------------------------------------- speed
 
-def choose_tree_size(model, make_drafter, expected: dict[int, float], prompt_ids, passes: int = 12, repeats: int = 3):
-    """The tree size with the most tokens per second on this machine: (size, {size: seconds per pass}).
+def choose_tree_size(model, make_drafter, expected: dict[int, float], prompt_ids, passes: int = 16, repeats: int = 3):
+    """The tree with the most tokens per second on this machine: (size, sources, {(size, sources): seconds per pass}).
 
-    expected: tokens per pass by tree size (stored with the maps). The seconds per pass are measured here, in turns
-    over the sizes, by real decoding. Stops at the size from which on it only gets slower.
+    expected: tokens per pass by tree size (stored with the maps); make_drafter(size, sources), with sources 0
+    (draft after the walk) or size (within the verifying pass). What a pass costs is measured here, by decoding
+    prompt_ids for `passes` tokens, the best of `repeats` turns. Size 1 is plain decoding, so the choice is never slower than that
+    by more than the measuring. Sizes are tried upwards until a pass costs clearly more than it brings.
     """
-    costs, best = {}, 0.0
-    generate(model, prompt_ids, make_drafter(4), max_new_tokens=4)          # warm-up
+    costs, best, rates = {}, 0.0, {}
+    generate(model, prompt_ids, make_drafter(4, 0), max_new_tokens=4)       # warm-up
     for size in sorted(expected):
-        runs = [generate(model, prompt_ids, make_drafter(size), max_new_tokens=passes) for _ in range(repeats)]
-        costs[size] = statistics.median(run.seconds / run.forward_passes for run in runs)
-        rate = expected[size] / costs[size]
-        best = max(best, rate)
-        if rate < 0.8 * best:
+        options = [(size, sources) for sources in ((0, size) if size > 1 else (0,))]
+        turns = [[generate(model, prompt_ids, make_drafter(*option) if size > 1 else None, max_new_tokens=passes)
+                  for option in options] for _ in range(repeats)]
+        for option, runs in zip(options, zip(*turns)):
+            costs[option] = min(run.seconds / run.forward_passes for run in runs)
+            rates[option] = expected[size] / costs[option]
+        best = max(best, *(rates[option] for option in options))
+        if max(rates[option] for option in options) < 0.8 * best:
             break
-    return max(costs, key=lambda size: expected[size] / costs[size]), costs
+    return *max(rates, key=rates.get), costs
+
+
+def paired_speed(model, drafters: dict, prompts, max_new_tokens: int = 64, rounds: int = 5, sampler: Sampler = Sampler()):
+    """Decode all prompts plainly and with each drafter, in turns (A B A B ...), `rounds` times after a warm-up.
+
+    Returns {name: {"ratio": [plain seconds / seconds, one per round], "tokens": new tokens per pass, "ms": per pass}};
+    both sides emit the same tokens, counted by the same code, so the ratio of seconds is the ratio of tokens/s.
+    """
+    sides = {"plain": None} | drafters
+    report = {name: {"seconds": [], "new": 0, "passes": 0} for name in sides}
+    for round in range(-1, rounds):                                         # round -1 warms up
+        for name, drafter in sides.items():
+            runs = [generate(model, p, drafter, sampler, max_new_tokens) for p in (prompts if round >= 0 else prompts[:2])]
+            if round >= 0:
+                report[name]["seconds"].append(sum(run.seconds for run in runs))
+                report[name]["new"] += sum(run.new_tokens for run in runs)
+                report[name]["passes"] += sum(run.forward_passes for run in runs)
+    plain = report["plain"]["seconds"]
+    return {name: {"ratio": [a / b for a, b in zip(plain, r["seconds"])], "tokens": r["new"] / r["passes"],
+                   "ms": 1000 * sum(r["seconds"]) / r["passes"], "per_second": r["new"] / sum(r["seconds"])}
+            for name, r in report.items()}
+
+
+def profile(model, prompt_ids, drafter, settings: dict) -> str:
+    """Where the time of a decoding step goes. The model's part is its pass over the tree and, where it is made after
+    the walk, the pass that drafts; all else is the tree, the walk, the cache and the choice of tokens."""
+    spent = {"model, pass over the tree": 0.0, "model, drafts": 0.0}
+
+    def timed(part, function):
+        def call(*inputs):
+            synchronize(model.embedding.weight.device)
+            start = time.perf_counter()
+            output = function(*inputs)
+            synchronize(model.embedding.weight.device)
+            spent[part] += time.perf_counter() - start
+            return output
+        return call
+
+    settings = settings | {"tokenizer": None}
+    generate(model, prompt_ids, drafter, **settings)                        # warm-up
+    drafter.forward = timed("model, pass over the tree", drafter.forward)   # on the instance: the class stays as it is
+    if hasattr(drafter, "draft_logits"):
+        drafter.draft_logits = timed("model, drafts", drafter.draft_logits)
+    run = generate(model, prompt_ids, drafter, **settings)
+    spent["outside the model"] = run.seconds - sum(spent.values())
+    lines = [f"{part:28}{1000 * seconds / run.forward_passes:9.3f} ms/pass{seconds / run.seconds:8.1%}" for part, seconds in spent.items()]
+    return "\n".join(["profile of a decoding step"] + lines)
+
+
+def main() -> None:
+    p = Parser("Paired speed of hidden transfer against plain decoding, by tree size and place of drafting.")
+    p.add_argument("--checkpoint", default=str(BASE))
+    p.add_argument("--transfer", default=str(TRANSFER))
+    p.add_argument("--data", help="text to cut held-out prompts from; if not given, the Python standard library")
+    p.add_argument("--prompts", type=int, default=10)
+    p.add_argument("--max-new-tokens", type=int, default=128)
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--temperature", type=float, default=0.0)
+    p.add_argument("--device", default="auto")
+    p.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    args = p.parse_args()
+    model, tokenizer = load_checkpoint(args.checkpoint, DTYPES[args.dtype], pick_device(args.device))
+    transfer, notes = load_transfer(args.transfer, model)
+    prompts = cut_prompts(encode_texts(read_corpus(args.data)[1], tokenizer), args.prompts)
+    make = {f"{size} nodes, {place}": HiddenTransferDrafter(transfer, size, size if place == "in the pass" else 0)
+            for size in (2, 4, 8, 16, 32, 64) for place in ("in the pass", "after the walk")}
+    size, sources, _ = choose_tree_size(model, lambda *a: HiddenTransferDrafter(transfer, *a), notes["tokens_per_pass"], prompts[0])
+    make[f"auto: {size} nodes, {'in the pass' if sources else 'after the walk'}"] = HiddenTransferDrafter(transfer, size, sources)
+    print(f"{args.prompts} held-out prompts, {args.max_new_tokens} new tokens each, {args.rounds} rounds, {args.dtype}")
+    print(f"{'tree, drafts made':30}{'tokens/pass':>12}{'ms/pass':>9}{'tokens/s':>10}{'ratio to plain (median, range)':>34}")
+    for name, r in paired_speed(model, make, prompts, args.max_new_tokens, args.rounds, Sampler(args.temperature)).items():
+        print(f"{name:30}{r['tokens']:12.2f}{r['ms']:9.2f}{r['per_second']:10.1f}{statistics.median(r['ratio']):20.2f}"
+              f" ({min(r['ratio']):.2f} to {max(r['ratio']):.2f})")
+
+
+if __name__ == "__main__":
+    run(main)

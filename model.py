@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 @dataclass
 class GPTConfig:
-    """Shape of a GPT. The defaults are those of the checkpoint that ships; a 0 means "the usual choice"."""
+    """Shape of a GPT; a 0 stands for the usual choice."""
     vocab_size: int = 4096
     block_size: int = 512           # longest context, in tokens
     n_layer: int = 8
@@ -239,3 +239,15 @@ def check_inputs(model, tokens, position_ids, mask, cache) -> None:
 def causal_mask(T: int, committed: int = 0, device="cpu") -> torch.Tensor:
     """(T, committed + T) bool: every row sees all committed rows, the rows before it and itself."""
     return torch.ones(T, committed + T, dtype=torch.bool, device=device).tril(diagonal=committed)
+
+
+def lay_out_for_cpu(module: nn.Module) -> nn.Module:
+    """Store the matrices of a frozen module column by column, (in, out) contiguous; shapes and values stay the same.
+
+    The matrix products of a pass over a few rows, which is what a candidate tree is, then run faster on CPUs, and
+    those of one row no slower.
+    """
+    for part in module.modules():
+        if isinstance(part, (nn.Linear, nn.Embedding)):
+            part.weight.data = part.weight.data.t().contiguous().t()        # (out, in) with strides (1, out)
+    return module

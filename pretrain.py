@@ -19,6 +19,8 @@ from loop import fit
 from model import GPT, GPTConfig, causal_mask
 from tokenizer import load_tokenizer, save_tokenizer, train_bpe
 
+SHAPE = {"block_size": 512, "n_layer": 8, "n_head": 6, "n_kv_head": 2, "n_embd": 384, "mlp_width": 704}    # 11 million weights
+
 
 def train_base(args) -> None:
     texts, held_out = read_corpus(args.data)
@@ -35,7 +37,7 @@ def train_base(args) -> None:
     if len(stream) < args.length:
         raise ValueError(f"--data: {len(stream)} training tokens are fewer than one window of {args.length}")
     torch.manual_seed(args.seed)
-    model = GPT(GPTConfig(vocab_size=tokenizer.n_vocab, position=args.position)).to(args.device)
+    model = GPT(GPTConfig(vocab_size=tokenizer.n_vocab, position=args.position, **SHAPE)).to(args.device)
     position_ids, mask = (x.to(args.device) for x in (torch.arange(args.length - 1), causal_mask(args.length - 1)))
 
     def loss_of(tokens):

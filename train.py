@@ -30,7 +30,7 @@ LAYERS = [6, 6, 6, 6]               # the block of each transfer step for the ch
 PROMPTS, PROMPT, NEW = 50, 32, 128  # held-out prompts, their length and what is generated from them
 DEFAULTS = {                        # per stage: what the command line leaves open
     "transfer": {"steps": 500, "batch": 8, "length": 256, "lr": 1e-3, "save_every": 100},
-    "base": {"steps": 3000, "batch": 16, "length": 513, "lr": 6e-3, "save_every": 100},
+    "base": {"steps": 2000, "batch": 16, "length": 513, "lr": 6e-3, "save_every": 100},
 }
 
 

@@ -8,12 +8,13 @@ Node 0, the root, is the last emitted token, which the model has not seen yet. E
 from the root is one candidate continuation. One forward pass reads all nodes: a node sees the committed rows, its
 ancestors and itself, and stands at the position its depth says (SpecInfer, arXiv 2305.09781, section 4).
 """
-import argparse
 import heapq
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
+from cli import Parser, run
 
 
 @dataclass
@@ -191,3 +192,72 @@ def sample_tree(root: int, parents: list[int], q: torch.Tensor, generator: torch
             tokens.append(drawn[parent].pop(0))
             new_parents.append(kept[parent])
     return Tree(tokens, new_parents, q)
+
+
+# ----------------------------------------------------------------------------------------------- a picture
+
+EXAMPLE = (["the", "cat", "dog", "sat", "ran", "sat", "on"], [-1, 0, 0, 1, 1, 2, 3])
+
+
+def depth_first(tree: Tree) -> list[int]:
+    """The nodes in the order in which a tree is drawn: a node, then all that hangs below its first child, ..."""
+    order, waiting = [], [0]
+    while waiting:
+        order.append(waiting.pop())
+        waiting.extend(reversed(tree.children[order[-1]].values()))
+    return order
+
+
+def draw(tree: Tree, names: list[str], committed: int) -> str:
+    """The tree, and behind each node its position id and its row of the mask (# may look, . may not)."""
+    mask, position_ids = tree.mask(committed).tolist(), tree.position_ids(committed).tolist()
+    lines = [f"{'tree':<16}{'node':>5}{'position id':>13}   mask: {committed} committed rows | {len(tree)} nodes"]
+    for node in depth_first(tree):
+        cells = ["#" if seen else "." for seen in mask[node]]
+        label = "   " * tree.depth[node] + names[node]
+        lines.append(f"{label:<16}{node:5}{position_ids[node]:13}         {' '.join(cells[:committed])} | {' '.join(cells[committed:])}")
+    return "\n".join(lines)
+
+
+def plot(tree: Tree, names: list[str], committed: int, path: str) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", width_ratios=(1, 1.3))
+    leaves = [node for node in depth_first(tree) if not tree.children[node]]
+    ancestors = tree.mask()
+    below = {node: [leaf for leaf in leaves if ancestors[leaf, node]] for node in range(len(tree))}
+    height = {node: sum(leaves.index(leaf) for leaf in below[node]) / len(below[node]) for node in below}
+    for node, parent in enumerate(tree.parents):
+        if parent >= 0:
+            left.plot([tree.depth[parent], tree.depth[node]], [-height[parent], -height[node]], color="0.6", zorder=1)
+        left.annotate(f"{names[node]}\n{node}", (tree.depth[node], -height[node]), ha="center", va="center", zorder=2,
+                      bbox={"boxstyle": "round", "facecolor": "white"})
+    left.set(title="candidate tree (node number below the token)", xticks=range(max(tree.depth) + 1), yticks=[],
+             xlabel="depth", xlim=(-0.4, max(tree.depth) + 0.4), ylim=(0.6 - len(leaves), 0.6))
+    right.imshow(tree.mask(committed), cmap="Greys", vmin=0, vmax=1.6)
+    right.axvline(committed - 0.5, color="C1")
+    labels = [f"{name} ({n}) at {position}" for n, (name, position) in enumerate(zip(names, tree.position_ids(committed).tolist()))]
+    right.set(title="mask: who may look (row) at whom (column)", yticks=range(len(tree)), yticklabels=labels,
+              xticks=range(committed + len(tree)), xticklabels=["past"] * committed + [str(n) for n in range(len(tree))])
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    p = Parser("A small candidate tree, with its mask and position ids.")
+    p.add_argument("--plot", metavar="FILE", help="save it as a picture too")
+    p.add_argument("--committed", type=int, default=3, help="committed rows before the root")
+    args = p.parse_args()
+    if args.committed < 0:
+        raise ValueError(f"--committed {args.committed}: it must be 0 or more")
+    names, parents = EXAMPLE
+    tree = Tree([names.index(name) for name in names], parents)
+    print(draw(tree, names, args.committed))
+    if args.plot:
+        plot(tree, names, args.committed, args.plot)
+        print(f"saved {args.plot}")
+
+
+if __name__ == "__main__":
+    run(main)
