@@ -5,7 +5,6 @@ Decoding: one loop over any drafter, and the command line.
     python generate.py --prompt "import os" --tree-size 64 --check --trace
 """
 import argparse
-import codecs
 import dataclasses
 import json
 import sys
@@ -17,10 +16,11 @@ import torch
 
 from checkpoint import BASE, DTYPES, TRANSFER, load_checkpoint, load_transfer
 from cli import Parser, pick_device, run
+from display import Display, summary
 from drafters import Autoregressive, HiddenTransferDrafter, Round
 from model import GPT, KVCache, causal_mask
 from sampler import Sampler
-from tree import Tree, depth_first, walk, walk_rejection
+from tree import Tree, walk, walk_rejection
 
 
 @dataclass
@@ -63,31 +63,21 @@ def generate(model: GPT, prompt_ids: list[int], drafter=None, sampler: Sampler =
     check_request(model, prompt_ids, max_new_tokens, verify)
     drafter = drafter if drafter is not None else Autoregressive()
     device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
-    tokens, block_size = list(prompt_ids), model.config.block_size
+    tokens = list(prompt_ids)
     # The last token emitted need not be fed, so a context of block_size leaves room for one token more.
-    limit = min(max_new_tokens, block_size + 1 - len(tokens))
+    limit = min(max_new_tokens, model.config.block_size + 1 - len(tokens))
     result = Generation(prompt_tokens=len(tokens), method=drafter.method, tree_size=drafter.tree_size, seed=sampler.seed,
                         dtype=str(dtype).removeprefix("torch."), device=str(device))
-    cache = KVCache(model.config, len(tokens) + max(limit, 1) + drafter.tree_size + drafter.rows, 1, dtype, device)
+    cache = KVCache(model.config, len(tokens) + limit + drafter.tree_size + drafter.rows, 1, dtype, device)
     dice = torch.Generator().manual_seed(sampler.seed % 2 ** 63)            # for rejection sampling alone
     tree = Tree([tokens[-1]], [-1])
     synchronize(device)
     start = time.perf_counter()
-    while not result.finish_reason:
-        if len(result.token_ids) == limit:
-            result.finish_reason = "length" if limit == max_new_tokens else "context"
-            break
+    while not result.finish_reason and len(result.token_ids) < limit:
         ahead = len(tokens) - 1 - cache.length                              # rows before the root: the prompt, once
-        fed = torch.tensor([tokens[cache.length:-1] + tree.tokens], device=device)                  # (1, ahead + N)
-        position_ids = torch.cat([torch.arange(ahead), tree.position_ids(ahead)]) + cache.length    # (ahead + N,)
-        mask = tree.mask(cache.length + ahead)                              # (N, committed + ahead + N)
-        if ahead:
-            before = torch.zeros(ahead, mask.shape[1], dtype=torch.bool)
-            before[:, :ahead] = causal_mask(ahead)
-            mask = torch.cat([before, mask])                                # (ahead + N, ahead + N)
-        logits, state = drafter.forward(model, fed, position_ids.to(device), mask.to(device), cache, slice(ahead, None))
-        position = len(tokens) - 1
-        path, token = judge(tree, logits[0], position, sampler, verify, dice)
+        fed, position_ids, mask = lay_out(tree, tokens, cache.length, device)
+        logits, state = drafter.forward(model, fed, position_ids, mask, cache, slice(ahead, None))
+        path, token = judge(tree, logits[0], len(tokens) - 1, sampler, verify, dice)
         cache.commit(list(range(ahead)) + [ahead + node for node in path])
         emitted = [tree.tokens[node] for node in path[1:]] + [token]
         if end_token in emitted:
@@ -103,12 +93,29 @@ def generate(model: GPT, prompt_ids: list[int], drafter=None, sampler: Sampler =
             tree = drafter.propose(Round(model, cache, tokens, state, ahead + path[-1], sampler, remaining - 1))
     synchronize(device)
     result.seconds = time.perf_counter() - start
+    result.finish_reason = result.finish_reason or ("length" if limit == max_new_tokens else "context")
     result.new_tokens, result.forward_passes = len(result.token_ids), len(result.accepted_per_pass)
     result.mean_accepted_tokens = result.new_tokens / max(1, result.forward_passes)
     result.tokens_per_second = result.new_tokens / result.seconds if result.new_tokens else 0.0
     if tokenizer is not None:
         result.text = tokenizer.decode(result.token_ids[:-1] if result.finish_reason == "end" else result.token_ids)
     return result
+
+
+def lay_out(tree: Tree, tokens: list[int], committed: int, device):
+    """What one pass is fed: (tokens (1, T), position_ids (T,), mask (T, committed + T)).
+
+    T rows: what of `tokens` is neither committed nor the root (the prompt, in the first pass; nothing later), then
+    the nodes of the tree.
+    """
+    ahead = len(tokens) - 1 - committed
+    fed = torch.tensor([tokens[committed:-1] + tree.tokens], device=device)                         # (1, ahead + N)
+    position_ids, mask = tree.position_ids(committed + ahead), tree.mask(committed + ahead)         # (N,), (N, S)
+    if ahead:
+        position_ids = torch.cat([torch.arange(committed, committed + ahead), position_ids])        # (ahead + N,)
+        before = torch.cat([causal_mask(ahead, committed), mask.new_zeros(ahead, len(tree))], 1)    # (ahead, S)
+        mask = torch.cat([before, mask])                                                            # (ahead + N, S)
+    return fed, position_ids.to(device), mask.to(device)
 
 
 def judge(tree, logits, position, sampler, verify, dice):
@@ -148,7 +155,6 @@ def synchronize(device) -> None:
 # ------------------------------------------------------------------------------------- the command line
 
 PROMPT = '"""Tools for working with dates."""\n\nimport datetime\n\nclass Calendar:\n    def __init__(self, year, month'
-DRAFTED, PLAIN = "\033[32m", "\033[0m"      # drafted tokens in green, those that the model supplied as they are
 
 
 def parse_args(argv=None):
@@ -254,56 +260,6 @@ def parse_tree_size(text: str) -> int:
     if not text.lstrip("-").isdigit() or int(text) < 1:
         raise ValueError(f"--tree-size {text}: it must be auto or a whole number of at least 1 (1 is plain decoding)")
     return int(text)
-
-
-class Display:
-    """Streams the text as it is accepted, or with --trace the tree of each pass."""
-
-    def __init__(self, tokenizer, args):
-        self.tokenizer, self.trace, self.silent = tokenizer, args.trace, args.json and not args.trace
-        self.colour = sys.stdout.isatty()
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")     # a character may span two tokens
-
-    def text_of(self, token: int) -> str:
-        return self.decoder.decode(self.tokenizer.decode_single_token_bytes(token)) if self.tokenizer else f" {token}"
-
-    def prompt(self, prompt_ids):
-        if not self.silent:
-            print("".join(map(self.text_of, prompt_ids)), end="\n" if self.trace else "", flush=True)
-
-    def __call__(self, this: Pass):
-        if self.silent:
-            return
-        if self.trace:
-            print(draw_pass(this, self.tokenizer), flush=True)
-            return
-        for n, token in enumerate(this.emitted):
-            drafted = n < len(this.path) - 1
-            text = self.text_of(token)
-            print(f"{DRAFTED}{text}{PLAIN}" if self.colour and drafted else text, end="", flush=True)
-
-    def end(self):
-        if not self.silent:
-            print("\n")
-
-
-def draw_pass(this: Pass, tokenizer) -> str:
-    """The tree of a pass, a node a line, * before the accepted ones, and the token the model supplied."""
-    name = (lambda token: repr(tokenizer.decode([token]))) if tokenizer else str
-    lines = [f"  {'*' if node in this.path else ' '} {'    ' * this.tree.depth[node]}{name(this.tree.tokens[node])}"
-             for node in depth_first(this.tree)]
-    return "\n".join(lines + [f"    emitted {len(this.emitted)}: " + " ".join(map(name, this.emitted))])
-
-
-def summary(report: dict) -> str:
-    lines = [f"{report['method']}, tree of {report['tree_size']}, {report['dtype']} on {report['device']}, stopped by {report['finish_reason']}",
-             f"{report['new_tokens']} new tokens in {report['forward_passes']} forward passes: "
-             f"{report['mean_accepted_tokens']:.2f} mean accepted tokens, {report['tokens_per_second']:.1f} tokens/s"]
-    if "identical" in report:
-        ratio = report["autoregressive_seconds"] / report["seconds"] if report["seconds"] else float("nan")
-        lines.append(f"plain decoding: {'the same tokens' if report['identical'] else 'DIFFERENT tokens'}, "
-                     f"{report['autoregressive_seconds']:.2f} s against {report['seconds']:.2f} s, ratio {ratio:.2f} (one run each)")
-    return "\n".join(lines)
 
 
 @torch.inference_mode()

@@ -32,6 +32,9 @@ def fit(module, optimizers, loss_of, stream, args, label: str) -> list[tuple[int
     start, history = 0, []
     if args.resume:
         start, history = restore(state_file, module, optimizers, args, label)
+    if world > 1:
+        for p in parameters:                                                # the same start everywhere, to the bit
+            dist.broadcast(p.data, 0)
     micro_batches = args.accumulate * world
     bar = tqdm(total=args.steps, initial=start, desc=label, disable=rank > 0, dynamic_ncols=True)
     with StopOnInterrupt() as stop, bar:

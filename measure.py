@@ -1,12 +1,14 @@
 """
 Measuring: how many tokens a pass is worth by tree size, what a pass costs here, and where its time goes.
 
-    python measure.py             # paired speed ratios by tree size, and the breakdown of a decoding step
+    python measure.py                               # paired speed ratios by tree size and place of drafting
+    python measure.py --exactness --prompts 50      # float64: how many outputs differ from plain decoding
 """
 import statistics
 import time
 
 import torch
+from tqdm import tqdm
 
 from checkpoint import BASE, DTYPES, TRANSFER, load_checkpoint, load_transfer
 from cli import Parser, pick_device, run
@@ -130,7 +132,7 @@ def acceptance_by_rank(model, transfer, sequences, prompt: int, count: int = 32)
             for k, row in enumerate(candidates[b][n]):
                 if sequence[n + 2 + k] in row:
                     table[k][row.index(sequence[n + 2 + k])] += 1
-    return [sorted((hits / rows for hits in row), reverse=True) for row in table]
+    return [sorted((hits / rows for hits in row), reverse=True) for row in table]       # far ranks are noisy; best_first wants them sorted
 
 
 # ----------------------------------------------------------------------------------------------- speed
@@ -205,6 +207,48 @@ def profile(model, prompt_ids, drafter, settings: dict) -> str:
     return "\n".join(["profile of a decoding step"] + lines)
 
 
+def exactness(model, transfer, prompts, max_new_tokens: int, sizes=(4, 16, 64)) -> None:
+    """Print, by sampler and tree size, how many outputs differ from plain decoding, and the mean accepted tokens."""
+    samplers = {"greedy": Sampler(), "temperature 0.8": Sampler(0.8, seed=1), "temperature 1.0, top-p 0.9": Sampler(1.0, top_p=0.9, seed=2)}
+    print(f"{'':28}" + "".join(f"{f'{size} nodes':>22}" for size in sizes) + f"\n{'':28}" + f"{'differ  tokens/pass':>22}" * len(sizes))
+    with tqdm(total=len(samplers) * len(prompts) * (1 + len(sizes)), desc="exactness", leave=False, dynamic_ncols=True) as bar:
+        for name, sampler in samplers.items():
+            cells, plain = [], []
+            for size in (1, *sizes):
+                drafter = HiddenTransferDrafter(transfer, size) if size > 1 else None
+                runs = []
+                for prompt in prompts:
+                    runs.append(generate(model, prompt, drafter, sampler, max_new_tokens))
+                    bar.update()
+                if size == 1:
+                    plain = runs
+                    continue
+                differ = sum(a.token_ids != b.token_ids for a, b in zip(plain, runs))
+                mean = sum(run.new_tokens for run in runs) / sum(run.forward_passes for run in runs)
+                cells.append(f"{differ:>11}{mean:>11.2f}")
+            tqdm.write(f"{name:28}" + "".join(cells))
+
+
+def speed(model, transfer, notes, prompts, args) -> None:
+    """Print paired speed ratios by tree size and place of drafting; the last line is what --tree-size auto picks."""
+    def drafter_of(size, sources):
+        return HiddenTransferDrafter(transfer, size, sources)
+
+    size, sources, _ = choose_tree_size(model, drafter_of, notes["tokens_per_pass"], prompts[0])
+    options = [(n, s) for n in (2, 4, 8, 16, 32, 64) for s in sorted({0, min(4, n), n})]
+    sides = {f"{n} nodes, {place(n, s)}": drafter_of(n, s) for n, s in options}
+    sides[f"auto: {size} nodes, {place(size, sources)}"] = drafter_of(size, sources) if size > 1 else None
+    print(f"{args.dtype} on {args.device}, {torch.get_num_threads()} threads, {len(prompts)} held-out prompts, {args.max_new_tokens} new tokens each")
+    print(f"{'tree, and who drafts':38}{'tokens/pass':>12}{'ms/pass':>9}{'tokens/s':>10}{'ratio to plain (median of ' + str(args.rounds) + ', range)':>36}")
+    for name, r in paired_speed(model, sides, prompts, args.max_new_tokens, args.rounds, Sampler(args.temperature)).items():
+        print(f"{name:38}{r['tokens']:12.2f}{r['ms']:9.2f}{r['per_second']:10.1f}{statistics.median(r['ratio']):18.2f}"
+              f"  ({min(r['ratio']):.2f} to {max(r['ratio']):.2f})")
+
+
+def place(size: int, sources: int) -> str:
+    return "accepted node, afterwards" if sources == 0 else "every node" if sources >= size else f"{sources} likeliest nodes"
+
+
 def main() -> None:
     p = Parser("Paired speed of hidden transfer against plain decoding, by tree size and place of drafting.")
     p.add_argument("--checkpoint", default=str(BASE))
@@ -216,19 +260,18 @@ def main() -> None:
     p.add_argument("--temperature", type=float, default=0.0)
     p.add_argument("--device", default="auto")
     p.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    p.add_argument("--exactness", action="store_true", help="count outputs that differ from plain decoding instead (float64)")
     args = p.parse_args()
-    model, tokenizer = load_checkpoint(args.checkpoint, DTYPES[args.dtype], pick_device(args.device))
+    if args.exactness:
+        args.dtype = "float64"
+    args.device = pick_device(args.device)
+    model, tokenizer = load_checkpoint(args.checkpoint, DTYPES[args.dtype], args.device)
     transfer, notes = load_transfer(args.transfer, model)
     prompts = cut_prompts(encode_texts(read_corpus(args.data)[1], tokenizer), args.prompts)
-    make = {f"{size} nodes, {place}": HiddenTransferDrafter(transfer, size, size if place == "in the pass" else 0)
-            for size in (2, 4, 8, 16, 32, 64) for place in ("in the pass", "after the walk")}
-    size, sources, _ = choose_tree_size(model, lambda *a: HiddenTransferDrafter(transfer, *a), notes["tokens_per_pass"], prompts[0])
-    make[f"auto: {size} nodes, {'in the pass' if sources else 'after the walk'}"] = HiddenTransferDrafter(transfer, size, sources)
-    print(f"{args.prompts} held-out prompts, {args.max_new_tokens} new tokens each, {args.rounds} rounds, {args.dtype}")
-    print(f"{'tree, drafts made':30}{'tokens/pass':>12}{'ms/pass':>9}{'tokens/s':>10}{'ratio to plain (median, range)':>34}")
-    for name, r in paired_speed(model, make, prompts, args.max_new_tokens, args.rounds, Sampler(args.temperature)).items():
-        print(f"{name:30}{r['tokens']:12.2f}{r['ms']:9.2f}{r['per_second']:10.1f}{statistics.median(r['ratio']):20.2f}"
-              f" ({min(r['ratio']):.2f} to {max(r['ratio']):.2f})")
+    if args.exactness:
+        exactness(model, transfer, prompts, args.max_new_tokens)
+    else:
+        speed(model, transfer, notes, prompts, args)
 
 
 if __name__ == "__main__":
