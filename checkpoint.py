@@ -1,15 +1,15 @@
 """
 Checkpoints on disk: tensors and plain Python only, read with `weights_only=True`, so that opening a file never
-runs code. Files are written beside their final place and renamed: whole or not at all.
+runs code. Files are written whole or not at all.
 """
 import dataclasses
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import torch
 
+from cli import written_whole
 from hidden_transfer import HiddenTransfer
 from model import GPT, GPTConfig, lay_out_for_cpu
 from tokenizer import load_tokenizer
@@ -21,20 +21,8 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 
 def save_file(contents: dict, path) -> None:
-    """torch.save, atomically: a full disk or an interrupt leaves the old file as it was."""
-    path = Path(path)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(beside, "wb") as file:
-            torch.save(contents, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except (OSError, RuntimeError) as error:        # torch's zip writer reports a full disk as a RuntimeError
-        raise ValueError(f"cannot write {path}: {error}") from None
-    finally:
-        beside.unlink(missing_ok=True)
+    with written_whole(path) as beside:
+        torch.save(contents, beside)
 
 
 def load_file(path, kind: str, what: str) -> dict:

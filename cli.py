@@ -1,5 +1,6 @@
-"""What the command lines share: one clear line and exit status 2 for bad input, devices, folders to write to."""
+"""What the command lines share: one clear line and exit status 2 for bad input, devices, files written whole."""
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
@@ -62,3 +63,25 @@ def writable_folder(path) -> Path:
             return path
     except OSError as error:
         raise ValueError(f"--out {path}: cannot write there ({error.strerror})") from None
+
+
+@contextlib.contextmanager
+def written_whole(path):
+    """Yields a path beside `path` to write to; it takes the place of `path` at the end, or vanishes if anything fails.
+
+    A full disk or an interrupt so leaves the old file as it was. OSError and RuntimeError (torch's zip writer reports
+    a full disk so) become a ValueError that names the file.
+    """
+    path = Path(path)
+    beside = path.with_name(f"{path.stem}.{os.getpid()}.tmp{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield beside
+        with open(beside, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"cannot write {path}: {error}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)

@@ -198,6 +198,7 @@ def main() -> None:
     drafter = make_drafter(args, model, prompt_ids)
     end_token = tokenizer.eot_token if tokenizer is not None and args.stop_at_end else None
     settings = dict(sampler=sampler, max_new_tokens=args.max_new_tokens, end_token=end_token, tokenizer=tokenizer)
+    generate(model, prompt_ids, drafter, sampler, min(2, args.max_new_tokens), verify=args.verify)     # warm-up: the first passes are slow
     show = Display(tokenizer, args)
     show.prompt(prompt_ids)
     result = generate(model, prompt_ids, drafter, verify=args.verify, on_pass=show, **settings)

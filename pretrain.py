@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from checkpoint import BASE, save_checkpoint
+from cli import written_whole
 from data import encode_texts, n_bytes, read_corpus
 from loop import fit
 from model import GPT, GPTConfig, causal_mask
@@ -31,7 +32,8 @@ def train_base(args) -> None:
         print("training a vocabulary ...")
         save_tokenizer(train_bpe(texts, GPTConfig.vocab_size - 1), vocabulary_file)
     elif not vocabulary_file.exists():
-        vocabulary_file.write_bytes(shipped.read_bytes())                   # a checkpoint's tokenizer lies beside it
+        with written_whole(vocabulary_file) as beside:                      # a checkpoint's tokenizer lies beside it
+            beside.write_bytes(shipped.read_bytes())
     tokenizer = load_tokenizer(vocabulary_file)
     stream = encode_texts(texts, tokenizer)
     if len(stream) < args.length:

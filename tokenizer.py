@@ -9,6 +9,8 @@ from pathlib import Path
 import regex            # comes with tiktoken, which splits with the same syntax
 import tiktoken
 
+from cli import written_whole
+
 # GPT-2's pattern without the English contractions and with at most three digits a piece. A line break and the
 # indentation behind it form one piece, which suits Python source.
 PATTERN = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -56,7 +58,8 @@ def merge(word: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
 
 def save_tokenizer(vocabulary: list[bytes], path: Path) -> None:
     lines = (f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(vocabulary))
-    Path(path).write_text("".join(lines))
+    with written_whole(path) as beside:
+        beside.write_text("".join(lines))
 
 
 def load_tokenizer(path: Path) -> tiktoken.Encoding:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from checkpoint import BASE, load_checkpoint, save_transfer
-from cli import Parser, has_fast_bfloat16, pick_device, run, writable_folder
+from cli import Parser, has_fast_bfloat16, pick_device, run, writable_folder, written_whole
 from closed_form import RidgeSums
 from data import encode_texts, read_corpus
 from hidden_transfer import HiddenTransfer, distillation_loss
@@ -129,9 +129,8 @@ def plot_training(history, rows, table, path: Path) -> None:
     middle.legend()
     right.plot(list(table), list(table.values()), marker="o")
     right.set(title="tokens per forward pass", xlabel="tree size (nodes)", ylabel="mean accepted tokens", xscale="log")
-    beside = path.with_suffix(".tmp.png")
-    figure.savefig(beside, dpi=110)
-    beside.replace(path)
+    with written_whole(path) as beside:
+        figure.savefig(beside, dpi=110)
     plt.close(figure)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from cli import Parser, run
+from cli import Parser, run, written_whole
 
 
 @dataclass
@@ -240,7 +240,8 @@ def plot(tree: Tree, names: list[str], committed: int, path: str) -> None:
     labels = [f"{name} ({n}) at {position}" for n, (name, position) in enumerate(zip(names, tree.position_ids(committed).tolist()))]
     right.set(title="mask: who may look (row) at whom (column)", yticks=range(len(tree)), yticklabels=labels,
               xticks=range(committed + len(tree)), xticklabels=["past"] * committed + [str(n) for n in range(len(tree))])
-    figure.savefig(path, dpi=110)
+    with written_whole(path) as beside:
+        figure.savefig(beside, dpi=110)
     plt.close(figure)
 
 
