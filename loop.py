@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from checkpoint import load_file, save_file
 
-PLAN = ("steps", "batch", "accumulate", "length", "lr", "seed", "data", "checkpoint")   # fixed over a run and its resumptions
+PLAN = ("steps", "batch", "accumulate", "length", "lr", "seed", "data", "checkpoint", "own_tokens", "transfer_layers")   # fixed over a run and its resumptions
 
 
 def fit(module, optimizers, loss_of, stream, args, label: str) -> list[tuple[int, float]]:
@@ -88,9 +88,10 @@ def schedule(step: int, steps: int) -> float:
 
 
 def windows(stream, args, step: int, micro: int) -> torch.Tensor:
-    """(batch, length) int64 token windows at random places of the stream (N,)."""
+    """(batch, length) int64 token windows at random places of the stream (N,), at multiples of args.align."""
     generator = torch.Generator().manual_seed((args.seed * 1_000_003 + step) * 1_009 + micro)
-    starts = torch.randint(len(stream) - args.length + 1, (args.batch,), generator=generator).tolist()
+    places = (len(stream) - args.length) // args.align + 1
+    starts = (torch.randint(places, (args.batch,), generator=generator) * args.align).tolist()
     return torch.stack([torch.from_numpy(stream[s:s + args.length].astype("int64")) for s in starts])
 
 

@@ -8,8 +8,9 @@ Training: transfer maps on a frozen base (the default), or that base itself.
     torchrun --nproc-per-node 2 train.py         # several processes
 
 The maps start from ridge regression (closed_form.py) and are then distilled: the loss is the divergence between the
-base model's own next-token distribution and the one read out of the pseudo row (arXiv 2404.12022, section 3.3).
+base model's own next-token distribution and the one read out of the pseudo row.
 """
+import argparse
 from pathlib import Path
 
 import torch
@@ -26,11 +27,11 @@ from measure import (RANKS, TREE_SIZES, acceptance_by_rank, agreement, continue_
 from model import causal_mask
 from pretrain import train_base
 
-LAYERS = [6, 6, 6, 6]               # the block of each transfer step for the checkpoint that ships: see --sweep
+LAYERS = [5, 5, 5, 5]               # the block of each transfer step for the checkpoint that ships: see --sweep
 PROMPTS, PROMPT, NEW = 50, 32, 128  # held-out prompts, their length and what is generated from them
 DEFAULTS = {                        # per stage: what the command line leaves open
-    "transfer": {"steps": 500, "batch": 8, "length": 256, "lr": 1e-3, "save_every": 100},
-    "base": {"steps": 2000, "batch": 16, "length": 513, "lr": 6e-3, "save_every": 100},
+    "transfer": {"steps": 250, "batch": 2, "accumulate": 4, "length": 256, "lr": 3e-3, "save_every": 50},
+    "base": {"steps": 2000, "batch": 16, "accumulate": 1, "length": 513, "lr": 6e-3, "save_every": 100},
 }
 
 
@@ -48,6 +49,8 @@ def train_transfer(args) -> None:
     main_process = not dist.is_initialized() or dist.get_rank() == 0
     if main_process:
         sequences = continue_greedily(model, cut_prompts(held_out, PROMPTS, PROMPT), NEW)
+    if args.own_tokens:
+        stream = own_text(model, stream, args)
     if args.sweep:
         return sweep(model, stream, held_out, sequences, args)
     if not args.resume:
@@ -74,6 +77,27 @@ def train_transfer(args) -> None:
         plot_training(history, rows, table, Path(args.out) / "training.png")
         print(f"saved {args.out}/transfer.pt and {args.out}/training.png; "
               f"try: python generate.py --transfer {args.out}/transfer.pt")
+
+
+def own_text(model, stream, args):
+    """Text that the model writes itself, (N,): half of it, the other half being the text it started from.
+
+    The maps are used on what the model writes, so that is what they learn most from. Sequences of --length tokens: a
+    prompt from the training text and its greedy continuation, then the same stretch of the training text. Windows are
+    drawn at multiples of the length, one sequence each.
+    """
+    batch, sequences = 128, []
+    count = max(1, args.own_tokens // (2 * args.length))
+    prompt = min(PROMPT, args.length - 1)
+    with tqdm(total=count * args.length, desc="own text", unit="token", dynamic_ncols=True) as bar:
+        for micro in range(0, count, batch):
+            wanted = argparse.Namespace(**vars(args) | {"batch": min(batch, count - micro)})
+            text = windows(stream, wanted, args.steps + 1, micro)           # (B, length)
+            own = continue_greedily(model, text[:, :prompt].tolist(), args.length - prompt).cpu()
+            sequences += [own, text]
+            bar.update(own.numel())
+    args.align = args.length
+    return torch.cat(sequences).flatten().numpy()                           # (2 * count, length) -> (N,)
 
 
 def ridge_sums(model, stream, args, steps: int) -> RidgeSums:
@@ -144,11 +168,12 @@ def parse_args(argv=None):
     p.add_argument("--shift-positions", action="store_true", help="add the difference of position embeddings (learned positions)")
     p.add_argument("--sweep", action="store_true", help="print the worth of every transfer block, and stop")
     p.add_argument("--warm-start-tokens", type=positive, default=100_000, help="rows of text for the closed form")
-    for name, help in (("steps", "optimiser steps"), ("batch", "windows per micro-batch"), ("length", "tokens per window"),
+    p.add_argument("--own-tokens", type=int, default=200_000, help="tokens of training text, half of them written by the model itself; 0: the text as it is")
+    for name, help in (("steps", "optimiser steps"), ("batch", "windows per micro-batch"),
+                       ("accumulate", "micro-batches per step and process"), ("length", "tokens per window"),
                        ("lr", "peak learning rate"), ("save_every", "steps between saved states")):
         usual = ", ".join(f"{stage}: {values[name]}" for stage, values in DEFAULTS.items())
         p.add_argument(f"--{name.replace('_', '-')}", type=float if name == "lr" else positive, help=f"{help} ({usual})")
-    p.add_argument("--accumulate", type=positive, default=1, help="micro-batches per step and process")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--resume", action="store_true", help="continue the run whose state lies in --out")
     p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, mps, or auto")
@@ -157,6 +182,7 @@ def parse_args(argv=None):
     p.add_argument("--position", choices=["rotary", "learned"], default="rotary", help="base stage: kind of position")
     p.add_argument("--new-tokenizer", action="store_true", help="base stage: train a vocabulary on the corpus first")
     args = p.parse_args(argv)
+    args.align = 1                                                          # windows start at multiples of this
     for name, value in DEFAULTS[args.stage].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
