@@ -70,8 +70,8 @@ def fit(module, optimizers, loss_of, stream, args, label: str) -> list[tuple[int
 def restore(state_file, module, optimizers, args, label):
     saved = load_file(state_file, f"{label}-state", "--resume")
     for name, value in plan_of(args).items():
-        if saved["plan"][name] != value:
-            raise ValueError(f"--resume: the run in {state_file} has --{name} {saved['plan'][name]}, not {value}")
+        if saved["plan"].get(name) != value:
+            raise ValueError(f"--resume: the run in {state_file} has --{name.replace('_', '-')} {saved['plan'].get(name)}, not {value}")
     module.load_state_dict(saved["module"])
     for optimizer, state in zip(optimizers, saved["optimizers"]):
         optimizer.load_state_dict(state)

@@ -3,6 +3,7 @@ Measuring: how many tokens a pass is worth by tree size, what a pass costs here,
 
     python measure.py                               # paired speed ratios by tree size and place of drafting
     python measure.py --exactness --prompts 50      # float64: how many outputs differ from plain decoding
+    python measure.py --bits-per-byte               # how good the base model is
 """
 import statistics
 import time
@@ -12,10 +13,11 @@ from tqdm import tqdm
 
 from checkpoint import BASE, DTYPES, TRANSFER, load_checkpoint, load_transfer
 from cli import Parser, pick_device, run
-from data import encode_texts, read_corpus
+from data import encode_texts, n_bytes, read_corpus
 from drafters import HiddenTransferDrafter, rank_drafts
 from generate import generate, synchronize
 from model import KVCache, causal_mask
+from pretrain import bits_per_byte
 from sampler import Sampler
 from tree import best_first
 
@@ -254,20 +256,26 @@ def main() -> None:
     p.add_argument("--checkpoint", default=str(BASE))
     p.add_argument("--transfer", default=str(TRANSFER))
     p.add_argument("--data", help="text to cut held-out prompts from; if not given, the Python standard library")
-    p.add_argument("--prompts", type=int, default=10)
+    p.add_argument("--prompts", type=int, default=5, help="number of held-out prompts, 32 tokens each")
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--temperature", type=float, default=0.0)
     p.add_argument("--device", default="auto")
     p.add_argument("--dtype", choices=list(DTYPES), default="float32")
     p.add_argument("--exactness", action="store_true", help="count outputs that differ from plain decoding instead (float64)")
+    p.add_argument("--bits-per-byte", action="store_true", help="of the base model on held-out text, instead; minutes")
     args = p.parse_args()
     if args.exactness:
         args.dtype = "float64"
     args.device = pick_device(args.device)
     model, tokenizer = load_checkpoint(args.checkpoint, DTYPES[args.dtype], args.device)
+    held_out = read_corpus(args.data)[1]
+    stream = encode_texts(held_out, tokenizer)
+    if args.bits_per_byte:
+        print(f"{bits_per_byte(model, stream, n_bytes(held_out)):.3f} bits per byte on {n_bytes(held_out)} bytes of held-out text")
+        return
     transfer, notes = load_transfer(args.transfer, model)
-    prompts = cut_prompts(encode_texts(read_corpus(args.data)[1], tokenizer), args.prompts)
+    prompts = cut_prompts(stream, args.prompts)
     if args.exactness:
         exactness(model, transfer, prompts, args.max_new_tokens)
     else:
