@@ -5,6 +5,7 @@ runs code. Files are written whole or not at all.
 import dataclasses
 import hashlib
 import json
+import warnings
 from pathlib import Path
 
 import torch
@@ -30,7 +31,9 @@ def load_file(path, kind: str, what: str) -> dict:
     if not Path(path).is_file():
         raise ValueError(f"{what} {path}: no such file")
     try:
-        contents = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")                                 # torch would add to the one line below
+            contents = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:                      # zip, pickle and storage readers each raise their own kinds
         unsafe = "weights_only" in str(error).lower() or "Unsupported global" in str(error)
         reason = "it holds pickled code, which is never run" if unsafe else "it is damaged or no PyTorch file"
@@ -63,6 +66,8 @@ def load_checkpoint(path=BASE, dtype=torch.float32, device="cpu"):
         raise ValueError(f"--checkpoint {path}: {' '.join(str(error).split())}") from None
     name = contents.get("tokenizer")
     tokenizer = load_tokenizer(Path(path).parent / name) if name else None
+    if tokenizer is not None and tokenizer.n_vocab != model.config.vocab_size:
+        raise ValueError(f"--checkpoint {path}: {name} has {tokenizer.n_vocab} tokens, the model {model.config.vocab_size}")
     return model, tokenizer
 
 
@@ -100,6 +105,10 @@ def load_transfer(path, model: GPT):
     contents = load_file(path, "transfer", "--transfer")
     if contents["base"] != fingerprint(model):
         raise ValueError(f"--transfer {path} was trained for another base model; train maps for this one: python train.py")
-    transfer = HiddenTransfer(model.config, contents["layers"], contents["shift_positions"])
-    transfer.load_state_dict(contents["maps"])
-    return transfer.to(model.embedding.weight).requires_grad_(False).eval(), contents["notes"]
+    try:
+        transfer = HiddenTransfer(model.config, contents["layers"], contents["shift_positions"])
+        transfer.load_state_dict(contents["maps"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"--transfer {path}: {error}") from None
+    transfer = transfer.to(model.embedding.weight).requires_grad_(False).eval()
+    return lay_out_for_cpu(transfer) if model.embedding.weight.device.type == "cpu" else transfer, contents["notes"]
