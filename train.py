@@ -201,8 +201,9 @@ def parse_args(argv=None):
     for name, value in DEFAULTS[args.stage].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.seed < 0:
-        raise ValueError(f"--seed {args.seed}: it must be 0 or more")
+    for name in ("seed", "own_tokens"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be 0 or more")
     if not 0 < args.lr < float("inf"):
         raise ValueError(f"--lr {args.lr}: it must be a positive number")
     return args
