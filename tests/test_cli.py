@@ -143,7 +143,7 @@ def assert_refused(result, named):
 
 @pytest.mark.parametrize("arguments, named", [
     ("--checkpoint {}/nowhere.pt", "--checkpoint"), ("--checkpoint {}/folder", "--checkpoint"),
-    ("--checkpoint {}/empty.pt", "--checkpoint"), ("--checkpoint {}/half~tiny.pt", "--checkpoint"),
+    ("--checkpoint no\nwhere.pt", "--checkpoint no where.pt"), ("--checkpoint {}/empty.pt", "--checkpoint"), ("--checkpoint {}/half~tiny.pt", "--checkpoint"),
     ("--checkpoint {}/text.pt", "--checkpoint"), ("--checkpoint {}/weights.pt", "--checkpoint"),
     ("--checkpoint {}/maps.pt", "--checkpoint"), ("--checkpoint {}/pickled.pt", "pickled code"),
     ("--checkpoint {}/pickle.pt", "pickled code"),

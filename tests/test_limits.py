@@ -242,7 +242,8 @@ def test_drafter_that_understates_its_rows(model, text):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (dict(tree_size=0), "tree-size 0"), (dict(tree_size=-3), "tree-size"), (dict(sources=-1), "sources -1"),
+    (dict(tree_size=0), "tree-size 0"), (dict(tree_size=-3), "tree-size"), (dict(tree_size=10 ** 6), "tree-size"),
+    (dict(sources=-1), "sources -1"),
     (dict(shape="static"), "acceptance"), (dict(sampled=True), "acceptance")], ids=str)
 def test_drafters_that_cannot_be_are_refused(model, arguments, message):
     """[11] At construction."""

@@ -262,6 +262,18 @@ def test_pseudo_rows_equal_row_by_row(model, layers):
         assert_close(logits[node], full_logits(model, alone)[-1])
 
 
+@pytest.mark.parametrize("layers", [[1, 2, 3], [3, 1, 2], [2, 2, 2]], ids=str)
+@pytest.mark.parametrize("steps", [1, 2, 3, 9])
+def test_fewer_steps_are_the_first_ones(model, layers, steps):
+    """Steps see no later step, so the first ones are what they are without the others; the maps at hand stay whole."""
+    transfer = make_transfer(model, layers)
+    pseudo = tree_pass(model, SMALL, PROMPT, transfer)[1]
+    fewer = transfer.first(steps)
+    assert fewer.layers == layers[:steps] and transfer.layers == layers
+    assert_close(tree_pass(model, SMALL, PROMPT, fewer)[1], pseudo[:, :steps])
+    assert_close(tree_pass(model, SMALL, PROMPT, transfer)[1], pseudo)
+
+
 def test_shifted_positions():
     """With learned positions the map may be helped by the difference of the two position embeddings."""
     model = make_model("learned")
