@@ -167,8 +167,8 @@ def parse_args(argv=None):
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--method", choices=["hidden-transfer", "autoregressive"], default="hidden-transfer")
     p.add_argument("--tree-size", default="auto", help="nodes of the candidate tree, root included; auto measures")
-    p.add_argument("--sources", type=int, help="nodes that spawn pseudo rows in the verifying pass; 0: after the walk, for "
-                                               "the accepted node alone; if not given, what auto measures, or 0 on CPU and all elsewhere")
+    p.add_argument("--sources", type=int, help="how many of the likeliest nodes draft in the verifying pass; 0: none, drafts are made after "
+                                               "the walk; if not given, what auto measures, or 4 on CPU and all elsewhere")
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     p.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens; 0: all")
     p.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens that sum to p; 1: all")
@@ -255,7 +255,7 @@ def make_drafter(args, model, prompt_ids):
         from measure import choose_tree_size                                # measure.py builds on this file
         size, sources, _ = choose_tree_size(model, drafter_of, notes["tokens_per_pass"], prompt_ids)
     else:
-        sources = 0 if model.embedding.weight.device.type == "cpu" else size
+        sources = 4 if model.embedding.weight.device.type == "cpu" else size                   # see the README
     return drafter_of(size, sources if args.sources is None else args.sources)
 
 

@@ -148,15 +148,15 @@ def acceptance_by_rank(model, transfer, sequences, prompt: int, count: int = 32)
 def choose_tree_size(model, make_drafter, expected: dict[int, float], prompt_ids, passes: int = 16, repeats: int = 3):
     """The tree with the most tokens per second on this machine: (size, sources, {(size, sources): seconds per pass}).
 
-    expected: tokens per pass by tree size (stored with the maps); make_drafter(size, sources), with sources 0
-    (draft after the walk) or size (within the verifying pass). What a pass costs is measured here, by decoding
-    prompt_ids for `passes` tokens, the best of `repeats` turns. Size 1 is plain decoding, so the choice is never slower than that
-    by more than the measuring. Sizes are tried upwards until a pass costs clearly more than it brings.
+    expected: tokens per pass by tree size (stored with the maps). What a pass costs is measured here, by decoding
+    prompt_ids for `passes` tokens with make_drafter(size, sources), where the four likeliest nodes or all of them
+    draft; the best of `repeats` turns counts. Size 1 is plain decoding, and a tree must promise a tenth more than that,
+    since texts differ in how well they can be drafted. Sizes are tried upwards until they no longer pay.
     """
     costs, best, rates = {}, 0.0, {}
-    generate(model, prompt_ids, make_drafter(4, 0), max_new_tokens=4)       # warm-up
+    generate(model, prompt_ids, make_drafter(4, 4), max_new_tokens=4)       # warm-up
     for size in sorted(expected):
-        options = [(size, sources) for sources in ((0, size) if size > 1 else (0,))]
+        options = [(size, sources) for sources in (sorted({min(4, size), size}) if size > 1 else (0,))]
         turns = [[generate(model, prompt_ids, make_drafter(*option) if size > 1 else None, max_new_tokens=passes)
                   for option in options] for _ in range(repeats)]
         for option, runs in zip(options, zip(*turns)):
@@ -165,7 +165,8 @@ def choose_tree_size(model, make_drafter, expected: dict[int, float], prompt_ids
         best = max(best, *(rates[option] for option in options))
         if max(rates[option] for option in options) < 0.8 * best:
             break
-    return *max(rates, key=rates.get), costs
+    choice = max(rates, key=rates.get)
+    return *(choice if rates[choice] > 1.1 * rates[1, 0] else (1, 0)), costs
 
 
 def paired_speed(model, drafters: dict, prompts, max_new_tokens: int = 64, rounds: int = 5, sampler: Sampler = Sampler()):

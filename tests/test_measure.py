@@ -192,22 +192,29 @@ def with_costs(monkeypatch, cost):
     (lambda size, sources: 1 + size / 8, 4),                                    # 0.89, 1.20, 1.33, 0.83 tokens a second
     (lambda size, sources: 1 + size / 80, 16),                                  # 0.99, 1.46, 1.90, 2.08, 1.53
 ], ids=["free rows", "rows cost a pass", "small", "medium"])
-@pytest.mark.parametrize("place", ["in the pass", "after the walk"])
+@pytest.mark.parametrize("place", ["every node", "four likeliest"])
 def test_the_size_with_most_tokens_per_second(monkeypatch, cost, expected, place):
     """[31] Plain decoding is a candidate, and a tree too large for the machine is not taken."""
     def by_place(size, sources):
-        return cost(size, sources) * (1.3 if size > 1 and (sources > 0) != (place == "in the pass") else 1)
+        return cost(size, sources) * (1.3 if size > 4 and (sources == size) != (place == "every node") else 1)
     with_costs(monkeypatch, by_place)
     size, sources, costs = choose_tree_size(None, lambda *option: option, EXPECTED, [1, 2, 3])
-    assert (size, sources) == (expected, expected if place == "in the pass" and expected > 1 else 0)
+    assert (size, sources) == (expected, 0 if expected == 1 else expected if place == "every node" else min(4, expected))
     assert (1, 0) in costs
     assert costs == {option: pytest.approx(by_place(*option)) for option in costs}
+
+
+def test_a_tree_must_promise_a_tenth_more_than_plain_decoding(monkeypatch):
+    """What the table promises is an average over texts: a small gain on paper may be a loss on the text at hand."""
+    for cost, expected in ((1.9, 1), (1.7, 4)):                             # 1.05 and 1.18 tokens a second
+        with_costs(monkeypatch, lambda size, sources: 1.0 if size == 1 else cost if size == 4 else 9.0)
+        assert choose_tree_size(None, lambda *option: option, {1: 1.0, 4: 2.0}, [1, 2, 3])[0] == expected
 
 
 def test_sizes_that_are_hopeless_are_not_tried(monkeypatch):
     asked = with_costs(monkeypatch, lambda size, sources: float(size))
     choose_tree_size(None, lambda *option: option, EXPECTED, [1, 2, 3])
-    assert (64, 64) not in asked and (64, 0) not in asked
+    assert (64, 64) not in asked and (64, 4) not in asked
 
 
 def test_choice_on_this_machine(model):
@@ -215,7 +222,7 @@ def test_choice_on_this_machine(model):
     transfer = make_transfer(model, [2, 2])
     for prompt in (PROMPT, list(range(40)) + list(range(24))):
         size, sources, costs = choose_tree_size(model, lambda *option: HiddenTransferDrafter(transfer, *option), {1: 1.0, 2: 1.2, 4: 1.4}, prompt, 4, 1)
-        assert size in (1, 2, 4) and sources in (0, size) and (1, 0) in costs and (size, sources) in costs
+        assert size in (1, 2, 4) and sources in (0, 4, size) and (1, 0) in costs and (size, sources) in costs
         assert all(seconds > 0 for seconds in costs.values())
 
 
