@@ -40,7 +40,9 @@ def read_torch(path, what: str, on_disk: bool = False):
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=on_disk and zipfile.is_zipfile(path))
     except Exception as error:                      # zip, pickle and storage readers each raise their own kinds
-        unsafe = "weights_only" in str(error).lower() or "Unsupported global" in str(error)
+        with open(path, "rb") as file:
+            pickled = file.read(1) in (b"\x80", b"P")                       # a pickle, or a zip file that holds one
+        unsafe = pickled and ("weights_only" in str(error).lower() or "Unsupported global" in str(error))
         reason = "it holds pickled code, which is never run" if unsafe else "it is damaged or no PyTorch file"
         raise ValueError(f"{what} {path} cannot be read: {reason}") from None
 
@@ -129,15 +131,16 @@ def build_model(config: GPTConfig, state: dict, dtype=torch.float32, device="cpu
     """A frozen GPT with the weights in `state`; any key missing, left over or of another shape raises RuntimeError.
 
     state: our names -> tensors, or functions that read one. They are copied one by one into the dtype and layout
-    wanted, the largest first, so that the largest one is held twice while the model is still small: the peak of memory stays near the
+    wanted, the largest first: it is held twice while the model is still small, so the peak of memory stays near the
     size of the model.
     """
     with torch.device("meta"):
         model = GPT(config)
     state, wanted = strip_prefixes(state), model.state_dict()
-    for kind, names in (("missing", wanted.keys() - state.keys()), ("unknown", state.keys() - wanted.keys())):
-        if names:
-            raise RuntimeError(f"{len(names)} {kind} weights: {', '.join(sorted(names)[:3])}{' ...' if len(names) > 3 else ''}")
+    odd = {"missing": [name for name in wanted if name not in state], "unknown": [name for name in state if name not in wanted]}
+    if any(odd.values()):
+        raise RuntimeError("; ".join(f"{len(names)} {kind} weights: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+                                     for kind, names in odd.items() if names))
     on_cpu, weights = torch.device(device).type == "cpu", {}
     for name in sorted(wanted, key=lambda name: -wanted[name].numel()):
         source, shape = state[name]() if callable(state[name]) else state[name], wanted[name].shape

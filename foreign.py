@@ -3,8 +3,8 @@ Checkpoints of other projects: nanoGPT's ckpt.pt, folders in Hugging Face's layo
 GGUF files of the Llama family.
 
 Each opener returns (fields of GPTConfig, weights, tokenizer or None). Weights are functions that read one tensor of ours
-from the file, so that checkpoint.build_model streams them: no file is ever held in memory as a whole. The libraries of the formats are
-imported when such a file is opened (requirements-checkpoints.txt).
+from the file, so that checkpoint.build_model streams them: no file is ever held in memory as a whole. The libraries of
+the formats are imported when such a file is opened (requirements-checkpoints.txt).
 
 What has to be turned on the way: GPT-2 stores its matrices transposed (Conv1D); query, key and value are one matrix
 here, and so are gate and up of SwiGLU; GGUF stores the rows of query and key in pairs for interleaved rotary positions.
@@ -42,8 +42,8 @@ def arrange(fields: dict, table: dict, names, read, turn=lambda name, tensor: te
 
     names: theirs, without a common prefix; read(name) -> tensor; turn(name, tensor): what is to be done to it.
     real_tokens: the size of the tokenizer's vocabulary; rows of embedding and head beyond it are padding and are left
-    out, so that padded ids exist neither in plain decoding nor in drafts. without_bias: parts of the model that have no bias
-    though others have; theirs are zero.
+    out, so that padded ids exist neither in plain decoding nor in drafts. without_bias: parts of the model that have no
+    bias though others have; theirs are zero.
     """
     config = GPTConfig(**fields)
     with torch.device("meta"):
@@ -213,11 +213,11 @@ def safetensors_errors(file: Path):
 def fetch(name: str, revision: str | None) -> Path:
     """The folder in which the hub's library keeps the files of a model, after it has fetched what is not there yet."""
     hub = need("huggingface_hub")
-    small = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+    small = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "*.index.json"]
     try:
-        folder = Path(hub.snapshot_download(name, revision=revision, allow_patterns=small + ["model*.safetensors", "model.safetensors.index.json"]))
+        folder = Path(hub.snapshot_download(name, revision=revision, allow_patterns=small + ["model*.safetensors"]))
         if not any(folder.glob("model*.safetensors")):
-            folder = Path(hub.snapshot_download(name, revision=revision, allow_patterns=small + ["pytorch_model*.bin", "pytorch_model.bin.index.json"]))
+            folder = Path(hub.snapshot_download(name, revision=revision, allow_patterns=small + ["pytorch_model*.bin"]))
     except Exception as error:                      # of the network, of the hub, of the disk: each library has its own
         missing = "NotFound" in type(error).__name__ and "LocalEntry" not in type(error).__name__
         at = f" at revision {revision}" if revision else ""

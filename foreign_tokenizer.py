@@ -22,7 +22,7 @@ LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{
                   r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 # GPT-2's on what lies between single digits: white space before a digit ends its part and so stays in one piece.
 SMOLLM_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
-PATTERNS = {"gpt-2": GPT2_PATTERN, "smollm": SMOLLM_PATTERN, "llama-bpe": LLAMA3_PATTERN, "llama-v3": LLAMA3_PATTERN, "llama3": LLAMA3_PATTERN}
+PATTERNS = {"gpt-2": GPT2_PATTERN, "smollm": SMOLLM_PATTERN} | dict.fromkeys(("llama-bpe", "llama-v3", "llama3"), LLAMA3_PATTERN)
 
 # Byte-level BPE writes each byte as a visible character: its own where it has one, else one from 256 on.
 VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -167,6 +167,6 @@ def from_gguf(meta: dict) -> Encoding:
     ends = [id for name, id in ids.items() if id is not None and name != "bos"]
     add_bos = meta.get("tokenizer.ggml.add_bos_token", pre.startswith("llama")) and ids["bos"] is not None
     return Encoding("gguf", pat_str=PATTERNS[pre], mergeable_ranks=ranks, special_tokens=special,
-                    eot_token=special.get("<|endoftext|>", ends[0] if ends else None), end_tokens=ends, prefix=[ids["bos"]] if add_bos else [],
-                    chat_template=meta.get("tokenizer.chat_template"),
+                    eot_token=special.get("<|endoftext|>", ends[0] if ends else None), end_tokens=ends,
+                    prefix=[ids["bos"]] if add_bos else [], chat_template=meta.get("tokenizer.chat_template"),
                     names={f"{name}_token": tokens[ids[name]] for name in ("bos", "eos") if ids[name] is not None})

@@ -58,9 +58,9 @@ def generate(model: GPT, prompt_ids: list[int], drafter=None, sampler: Sampler =
              end_token=None, verify: str = "coupled", tokenizer=None, on_pass=None) -> Generation:
     """Continue prompt_ids (one sequence); returns exactly what plain decoding with the same sampler returns.
 
-    drafter: None for plain decoding. end_token: the id that ends the text, or several, or None. verify: "coupled" (token for token) or "rejection" (same law, for drafters
-    whose trees are sampled). on_pass: called with a Pass after each pass. ValueError for a prompt that is empty, too
-    long, or holds ids outside the vocabulary.
+    drafter: None for plain decoding. end_token: the id that ends the text, or several, or None. verify: "coupled" (token
+    for token) or "rejection" (same law, for drafters whose trees are sampled). on_pass: called with a Pass after each
+    pass. ValueError for a prompt that is empty, too long, or holds ids outside the vocabulary.
     """
     check_request(model, prompt_ids, max_new_tokens, verify)
     drafter = drafter if drafter is not None else Autoregressive()
