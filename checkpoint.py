@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import re
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -38,7 +39,9 @@ def read_torch(path, what: str, on_disk: bool = False):
     if not Path(path).is_file():
         raise ValueError(f"{what} {path}: no such file")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=on_disk and zipfile.is_zipfile(path))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")                                 # torch would add to the one line below
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=on_disk and zipfile.is_zipfile(path))
     except Exception as error:                      # zip, pickle and storage readers each raise their own kinds
         with open(path, "rb") as file:
             pickled = file.read(1) in (b"\x80", b"P")                       # a pickle, or a zip file that holds one
@@ -119,7 +122,10 @@ def open_checkpoint(path: Path, name: str, revision: str | None):
     contents = load_file(path, "gpt", "--checkpoint")
     config, weights, name = contents["config"], strip_prefixes(contents.pop("model")), contents.get("tokenizer")
     state = {key: functools.partial(weights.pop, key) for key in list(weights)}     # the file's copy shrinks as the model grows
-    return config, state, load_tokenizer(path.parent / name) if name else None
+    tokenizer = load_tokenizer(path.parent / name) if name else None
+    if tokenizer is not None and tokenizer.n_vocab != config["vocab_size"]:
+        raise ValueError(f"--checkpoint {path}: {name} has {tokenizer.n_vocab} tokens, the model {config['vocab_size']}")
+    return config, state, tokenizer
 
 
 def is_hub_name(name: str) -> bool:
