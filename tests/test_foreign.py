@@ -4,7 +4,11 @@ random models that it saved itself; files of other kinds are written here. Nothi
 """
 import contextlib
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -198,20 +202,20 @@ def test_dtypes(llama):
 
 # ------------------------------------------------------------------------------------------ nanoGPT
 
-def nanogpt_checkpoint(vocab_size=VOCAB, bias=True, prefix="_orig_mod.", n_embd=32) -> dict:
+def nanogpt_checkpoint(vocab_size=VOCAB, bias=True, prefix="_orig_mod.", n_embd=32, n_layer=2) -> dict:
     generator = torch.Generator().manual_seed(2)
 
     def random(*shape):
         return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
 
     C, weights = n_embd, {"wte.weight": random(vocab_size, n_embd) * 3, "wpe.weight": random(64, n_embd) * 3}
-    for h in range(2):
+    for h in range(n_layer):
         shapes = {"ln_1": (C,), "attn.c_attn": (3 * C, C), "attn.c_proj": (C, C), "ln_2": (C,), "mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
         weights |= {f"h.{h}.{name}.weight": 2 * random(*shape) for name, shape in shapes.items()}
         weights |= {f"h.{h}.{name}.bias": random(shape[0]) for name, shape in shapes.items()} if bias else {}
     weights |= {"ln_f.weight": random(C) + 1} | ({"ln_f.bias": random(C)} if bias else {})
     weights = {f"{prefix}transformer.{name}": p for name, p in weights.items()}
-    args = dict(n_layer=2, n_head=4, n_embd=C, block_size=64, bias=bias, vocab_size=vocab_size, dropout=0.0)
+    args = dict(n_layer=n_layer, n_head=4, n_embd=C, block_size=64, bias=bias, vocab_size=vocab_size, dropout=0.0)
     return {"model": weights | {f"{prefix}lm_head.weight": weights[f"{prefix}transformer.wte.weight"]}, "model_args": args,
             "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}, "iter_num": 5, "best_val_loss": torch.tensor(1.0), "config": {"batch_size": 12}}
 
@@ -274,6 +278,51 @@ def test_gpt2_vocabulary_without_a_network(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=ONE_LINE) as error:
         load_checkpoint(tmp_path / "ckpt.pt")
     assert "TIKTOKEN_CACHE_DIR" in str(error.value)
+
+
+PEAK = """
+import sys, torch
+from checkpoint import load_checkpoint
+def status(field):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1]) * 1024
+load_checkpoint(sys.argv[1])                            # what is imported on first use is not counted
+open("/proc/self/clear_refs", "w").write("5")           # the peak starts from here
+before = status("VmRSS")
+model, _ = load_checkpoint(sys.argv[2], getattr(torch, sys.argv[3]))
+print((status("VmHWM") - before) / sum(p.numel() * p.element_size() for p in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peaks of memory are read from Linux's /proc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peak_of_memory(dtype, tmp_path):
+    """A float32 file of 67 MB, read into float32 and into bfloat16: at most 1.3 times what the model takes."""
+    torch.save(nanogpt_checkpoint(), tmp_path / "small.pt")
+    torch.save(nanogpt_checkpoint(8000, n_embd=576, n_layer=3), tmp_path / "large.pt")
+    command = [sys.executable, "-c", PEAK, tmp_path / "small.pt", tmp_path / "large.pt", dtype]
+    ratio = float(subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True).stdout)
+    assert 0.9 < ratio < 1.3
+
+
+def test_several_end_tokens(tmp_path):
+    """The text ends at whichever of them comes first, in plain decoding and within an accepted path."""
+    torch.save(nanogpt_checkpoint(), tmp_path / "ckpt.pt")
+    model, _ = load_checkpoint(tmp_path / "ckpt.pt", torch.float64)
+    prompt, text = TOKENS[:6], plain(model, TOKENS[:6], 30, Sampler(1.0, seed=4).choose)
+    for ends in ({text[4], text[9]}, [text[20], VOCAB + 5], (text[0],), text[7], [], None):
+        wanted = {ends} if isinstance(ends, int) else set(ends or ())
+        first = next((n for n, token in enumerate(text) if token in wanted), len(text) - 1)
+        for drafter in (None, Oracle(prompt + text, bushy_shape(3, 2), 1, VOCAB)):
+            result = generate(model, prompt, drafter, Sampler(1.0, seed=4), 30, ends)
+            assert result.token_ids == text[:first + 1] and result.finish_reason == ("end" if wanted else "length")
+
+
+@pytest.mark.parametrize("options, message", [(["--chat"], "without a chat template"), (["--chat", "--token-ids", "1,2"], "--prompt"),
+                                              (["--revision", "v2"], "--revision is for names on the hub")])
+def test_command_line(options, message):
+    command = [sys.executable, "generate.py", "--method", "autoregressive", *options]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
 # ------------------------------------------------------------------------------------------ what cannot be read
@@ -373,7 +422,6 @@ def test_pickle_in_a_nanogpt_file(tmp_path):
 
 def test_missing_libraries_are_named(tmp_path, monkeypatch):
     """Without the extra, one line says what installs it; the import alone of foreign.py needs none of them."""
-    import sys
     for module in ("safetensors", "gguf", "huggingface_hub", "tokenizers", "jinja2"):
         monkeypatch.setitem(sys.modules, module, None)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "llama"}))
