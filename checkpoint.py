@@ -188,6 +188,10 @@ def load_transfer(path, model: GPT):
     if contents["base"] != fingerprint(model):
         raise ValueError(f"--transfer {path} was trained for another base model; "
                          "train maps for this one (python train.py --checkpoint ...) or decode plainly (--method autoregressive)")
-    transfer = HiddenTransfer(model.config, contents["layers"], contents["shift_positions"])
-    transfer.load_state_dict(contents["maps"])
-    return transfer.to(model.embedding.weight).requires_grad_(False).eval(), contents["notes"]
+    try:
+        transfer = HiddenTransfer(model.config, contents["layers"], contents["shift_positions"])
+        transfer.load_state_dict(contents["maps"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"--transfer {path}: {error}") from None
+    transfer = transfer.to(model.embedding.weight).requires_grad_(False).eval()
+    return lay_out_for_cpu(transfer) if model.embedding.weight.device.type == "cpu" else transfer, contents["notes"]

@@ -37,12 +37,22 @@ def run(main) -> None:
         sys.exit(130)
 
 
+def positive(text: str) -> int:
+    """The type of an argument that counts something."""
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError
+    return int(text)
+
+
+positive.__name__ = "positive whole number"                                 # what argparse's error says
+
+
 def pick_device(name: str) -> str:
     """The device asked for, "auto" being CUDA, MPS or CPU, whichever is there first. ValueError if it is not there."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        torch.zeros(1, device=torch.device(name))
+        torch.zeros(1, device=torch.device(name)).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"--device {name} cannot be used here ({str(error).splitlines()[0]}); try --device cpu") from None
     return name

@@ -18,6 +18,8 @@ from model import GPT, KVCache
 from sampler import Sampler
 from tree import Tree, best_first, sample_tree
 
+MAX_TREE_SIZE = 4096        # a pass feeds every node: far more than any machine does for the price of one
+
 
 @dataclass
 class Round:
@@ -53,15 +55,16 @@ class HiddenTransferDrafter:
 
     def __init__(self, transfer: HiddenTransfer, tree_size: int = 16, sources: int = 0, shape: str = "best-first",
                  acceptance: list[list[float]] | None = None, sampled: bool = False):
-        if tree_size < 1:
-            raise ValueError(f"--tree-size {tree_size}: it must be at least 1 (1 is plain decoding)")
+        if not 1 <= tree_size <= MAX_TREE_SIZE:
+            raise ValueError(f"--tree-size {tree_size}: it must be from 1 (plain decoding) to {MAX_TREE_SIZE}")
         if sources < 0:
             raise ValueError(f"--sources {sources}: it must be 0 or more")
         if (shape == "static" or sampled) and not acceptance:
             raise ValueError("a static tree needs the acceptance table that train.py stores with the maps")
-        self.transfer, self.tree_size, self.sources = transfer, tree_size, min(sources, tree_size)
+        self.transfer = transfer.first(max(1, tree_size - 1))
+        self.tree_size, self.sources = tree_size, min(sources, tree_size)
         self.shape, self.acceptance, self.sampled = shape, acceptance, sampled
-        self.rows = len(transfer.layers) * max(1, self.sources)
+        self.rows = len(self.transfer.layers) * max(1, self.sources)
 
     def forward(self, model, tokens, position_ids, mask, cache, read):
         first, end, _ = read.indices(tokens.shape[1])
@@ -86,9 +89,8 @@ class HiddenTransferDrafter:
         logits = self.draft_logits(round)
         if self.sampled:
             q = torch.stack([round.sampler.probs(row) for row in logits]).cpu()             # (K, V)
-            seed = round.sampler.seed * 1_000_003 + len(round.tokens)
             shape, _ = best_first(self.acceptance[:len(q)], size)
-            return sample_tree(root, shape, q, torch.Generator().manual_seed(seed % 2 ** 63))
+            return sample_tree(root, shape, q, round.sampler.generator(len(round.tokens)))
         scores, candidates = rank_drafts(logits, round.sampler, len(round.tokens), size - 1)
         if self.shape == "chain":
             scores = [row[:1] for row in scores]

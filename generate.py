@@ -8,6 +8,7 @@ Decoding: one loop over any drafter, and the command line.
 import argparse
 import dataclasses
 import json
+import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from chat import chat_prompt
 from checkpoint import BASE, CHECKPOINT_HELP, DTYPES, TRANSFER, load_checkpoint, load_transfer
 from cli import Parser, pick_device, run
 from display import Display, summary
-from drafters import Autoregressive, HiddenTransferDrafter, Round
+from drafters import MAX_TREE_SIZE, Autoregressive, HiddenTransferDrafter, Round
 from model import GPT, KVCache, causal_mask
 from sampler import Sampler
 from tree import Tree, walk, walk_rejection
@@ -72,7 +73,7 @@ def generate(model: GPT, prompt_ids: list[int], drafter=None, sampler: Sampler =
     result = Generation(prompt_tokens=len(tokens), method=drafter.method, tree_size=drafter.tree_size, seed=sampler.seed,
                         dtype=str(dtype).removeprefix("torch."), device=str(device))
     cache = KVCache(model.config, len(tokens) + limit + drafter.tree_size + drafter.rows, 1, dtype, device)
-    dice = torch.Generator().manual_seed(sampler.seed % 2 ** 63)            # for rejection sampling alone
+    dice = sampler.generator(0)                                             # for rejection sampling alone
     tree = Tree([tokens[-1]], [-1])
     synchronize(device)
     start = time.perf_counter()
@@ -215,7 +216,7 @@ def main() -> None:
     if args.check:
         plain = generate(model, prompt_ids, None, **settings)
         report |= {"identical": plain.token_ids == result.token_ids, "autoregressive_seconds": plain.seconds}
-    if args.profile:
+    if args.profile and result.new_tokens:
         from measure import profile
         print(profile(model, prompt_ids, drafter, settings))
     print(json.dumps(report) if args.json else summary(report))
@@ -244,22 +245,25 @@ def read_prompt(args, tokenizer) -> tuple[list[int], set[int]]:
             raise ValueError(f"--prompt-file {args.prompt_file}: {error.strerror}") from None
     else:
         text = args.prompt if args.prompt is not None else QUESTION if args.chat else PROMPT
-    try:
-        return chat_prompt(tokenizer, text) if args.chat else (tokenizer.prefix + tokenizer.encode_ordinary(text), tokenizer.end_tokens)
-    except UnicodeEncodeError:                                              # a lone surrogate: the shell passed raw bytes
-        raise ValueError("--prompt: not UTF-8 text") from None
+    if any("\ud800" <= character <= "\udfff" for character in text):        # what Python makes of raw bytes in an argument
+        raise ValueError("--prompt: not UTF-8 text")
+    if args.chat:
+        return chat_prompt(tokenizer, text)
+    return tokenizer.prefix + tokenizer.encode_ordinary(text), tokenizer.end_tokens
 
 
 def make_drafter(args, model, prompt_ids):
     """The drafter that the command line asks for; with --tree-size auto the size that is fastest here."""
+    size = None if args.tree_size == "auto" else parse_tree_size(args.tree_size)
     if args.method == "autoregressive":
         return Autoregressive()
-    size = None if args.tree_size == "auto" else parse_tree_size(args.tree_size)
     transfer, notes = load_transfer(args.transfer, model)
 
     def drafter_of(size, sources):
         return HiddenTransferDrafter(transfer, size, sources, "best-first", notes.get("acceptance"), args.verify == "rejection")
 
+    if size is None and "tokens_per_pass" not in notes:
+        raise ValueError(f"--transfer {args.transfer} holds no measured table for --tree-size auto: give a number of nodes")
     if size is None:
         from measure import choose_tree_size                                # measure.py builds on this file
         size, sources, _ = choose_tree_size(model, drafter_of, notes["tokens_per_pass"], prompt_ids)
@@ -269,8 +273,8 @@ def make_drafter(args, model, prompt_ids):
 
 
 def parse_tree_size(text: str) -> int:
-    if not text.lstrip("-").isdigit() or int(text) < 1:
-        raise ValueError(f"--tree-size {text}: it must be auto or a whole number of at least 1 (1 is plain decoding)")
+    if not re.fullmatch("[0-9]+", text) or not 1 <= int(text) <= MAX_TREE_SIZE:
+        raise ValueError(f"--tree-size {text}: it must be auto or a whole number from 1 (plain decoding) to {MAX_TREE_SIZE}")
     return int(text)
 
 

@@ -12,6 +12,8 @@ fewer rows on machines where rows are not free.
 
 Letters as in model.py, and  K transfer steps   S source rows   R = T + K*S rows in the upper blocks
 """
+import copy
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -42,6 +44,15 @@ class HiddenTransfer(nn.Module):
         # Rows are appended in this order, so that the rows present in a block are always the first ones.
         self.order = sorted(range(1, len(layers) + 1), key=lambda i: (layers[i - 1], i))
 
+    def first(self, steps: int):
+        """The same maps without those behind step `steps`: a tree of N nodes is at most N - 1 deep."""
+        if steps >= len(self.layers):
+            return self
+        fewer = copy.deepcopy(self)
+        fewer.maps, fewer.layers = fewer.maps[:steps], self.layers[:steps]
+        fewer.order = [i for i in self.order if i <= steps]
+        return fewer
+
     def spawn(self, model, i, h, position_ids):
         """Pseudo hidden states of step i from h (B, S, C), the states of rows at position_ids (S,): (B, S, C)."""
         p = self.maps[i - 1](h)
@@ -64,7 +75,7 @@ class HiddenTransfer(nn.Module):
         x = model.embed(tokens, position_ids)                               # (B, T, C)
         rope = model.rope(self.grow_positions(position_ids, sources))       # (2, R, D)
         mask = self.grow_mask(mask, sources)                                # (R, committed + R)
-        x, taps = self.climb(model, x, T, rope, mask, cache, 0,
+        x, taps = self.climb(model, x, T, rope, mask, cache, 0, None if len(sources) == 0 else
                              lambda i, tap: self.spawn(model, i, tap[:, sources], position_ids[sources]))
         return x[:, :T], self.by_step(x[:, T:], len(sources)), taps
 
@@ -86,13 +97,14 @@ class HiddenTransfer(nn.Module):
         return self.by_step(x, 1)
 
     def climb(self, model, x, T, rope, mask, cache, first, spawn):
-        """Blocks first .. L-1 on rows x (B, T, C), with spawn(i, x[:, :T]) appended at block t_i."""
+        """Blocks first .. L-1 on rows x (B, T, C), with spawn(i, x[:, :T]) appended at block t_i, if there is one."""
         committed, taps = mask.shape[1] - mask.shape[0], [None] * len(self.layers)
         for layer in range(first, len(model.blocks)):
             for i in self.order:
                 if self.layers[i - 1] == layer:
                     taps[i - 1] = x[:, :T]
-                    x = torch.cat([x, spawn(i, taps[i - 1])], dim=1)        # (B, rows so far + S, C)
+                    if spawn is not None:
+                        x = torch.cat([x, spawn(i, taps[i - 1])], dim=1)    # (B, rows so far + S, C)
             R = x.shape[1]
             x = model.blocks[layer](x, rope if rope is None else rope[:, :R], mask[:R, :committed + R], cache, layer)
         return x, taps
@@ -111,8 +123,11 @@ class HiddenTransfer(nn.Module):
         """(T, committed + T) -> (R, committed + R): pseudo rows repeat the mask of their source, and see the steps
         j <= i of the same source; real rows see no pseudo row."""
         S, K = len(sources), len(self.order)
-        order = torch.tensor(self.order, device=mask.device)
-        among = torch.kron(order[None, :] <= order[:, None], torch.eye(S, dtype=torch.bool, device=mask.device))  # (K*S, K*S)
+        if S == 0:
+            return mask
+        order, same_source = torch.tensor(self.order, device=mask.device), torch.eye(S, dtype=torch.bool, device=mask.device)
+        not_later = order[None, :] <= order[:, None]                        # (K, K)
+        among = (not_later[:, None, :, None] & same_source[:, None]).reshape(K * S, K * S)      # (K, S, K, S) -> (K*S, K*S)
         real = torch.cat([mask, mask.new_zeros(len(mask), K * S)], dim=1)   # (T, committed + R)
         pseudo = torch.cat([mask[sources].repeat(K, 1), among], dim=1)      # (K*S, committed + R)
         return torch.cat([real, pseudo])

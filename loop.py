@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -89,7 +90,7 @@ def schedule(step: int, steps: int) -> float:
 
 def windows(stream, args, step: int, micro: int) -> torch.Tensor:
     """(batch, length) int64 token windows at random places of the stream (N,), at multiples of args.align."""
-    generator = torch.Generator().manual_seed((args.seed * 1_000_003 + step) * 1_009 + micro)
+    generator = torch.Generator().manual_seed(int(np.random.SeedSequence([args.seed, step, micro]).generate_state(1)[0]))
     places = (len(stream) - args.length) // args.align + 1
     starts = (torch.randint(places, (args.batch,), generator=generator) * args.align).tolist()
     return torch.stack([torch.from_numpy(stream[s:s + args.length].astype("int64")) for s in starts])

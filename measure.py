@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import BASE, CHECKPOINT_HELP, DTYPES, TRANSFER, load_checkpoint, load_transfer
-from cli import Parser, pick_device, run
+from cli import Parser, pick_device, positive, run
 from data import encode_texts, n_bytes, read_corpus
 from drafters import HiddenTransferDrafter, rank_drafts
 from generate import generate, synchronize
@@ -93,17 +93,22 @@ def tokens_per_pass(model, transfer, sequences: torch.Tensor, prompt: int, sizes
     The sequences are the model's own greedy continuations, so one causal pass gives every draft that decoding
     could ask for, and the replay visits exactly the rows that decoding would visit.
     """
-    scores, candidates, _ = draft_whole(model, transfer, sequences, min(32, max(sizes)))
+    scores, candidates, _ = draft_whole(model, transfer, sequences, max(1, max(sizes) - 1))
     last, passes = sequences.shape[1] - 1, [0] * len(sizes)
     for b, sequence in enumerate(sequences.tolist()):
-        # Row n has just been accepted and token n + 1 chosen: the drafts made from row n are about n + 2, n + 3, ...
-        depths = [accepted_depths(scores[b][n], candidates[b][n], sequence[n + 2:], sizes) for n in range(prompt - 1, last)]
+        depths = []                                                         # by row, from the last row of the prompt on
+        for n in range(prompt - 1, last):
+            # Row n has just been accepted and token n + 1 chosen; the drafts made from row n are about n + 2, n + 3, ...
+            # Decoding drafts no deeper than it can still emit, its own token behind the drafts included.
+            truth = sequence[n + 2:]
+            room = max(0, len(truth) - 1)
+            depths.append(accepted_depths(scores[b][n][:room], candidates[b][n], truth, sizes))
         for s in range(len(sizes)):
             n = prompt - 1
             passes[s] += 1                                                  # the prefill emits one token
             while n + 1 < last:
                 passes[s] += 1
-                n += 1 + min(depths[n - prompt + 1][s], last - n - 2)       # no deeper than what can still be emitted
+                n += 1 + depths[n - prompt + 1][s]
     new = (last + 1 - prompt) * len(sequences)
     return {size: new / count for size, count in zip(sizes, passes)}
 
@@ -111,6 +116,7 @@ def tokens_per_pass(model, transfer, sequences: torch.Tensor, prompt: int, sizes
 @torch.inference_mode()
 def agreement(model, transfer, stream, windows: int = 40, length: int = 256) -> list[list[float]]:
     """K rows: how often the model's own argmax is among the first 1, 2, 3, 5, 10 of a step's draft (held-out text)."""
+    length = min(length, model.config.block_size, len(stream))
     starts = torch.linspace(0, len(stream) - length, windows).long().tolist()
     tokens = torch.stack([torch.from_numpy(stream[s:s + length].astype("int64")) for s in starts])      # (B, T)
     _, candidates, own = draft_whole(model, transfer, tokens.to(model.embedding.weight.device), max(RANKS))
@@ -257,9 +263,9 @@ def main() -> None:
     p.add_argument("--revision", help="branch, tag or commit of a --checkpoint from the hub")
     p.add_argument("--transfer", default=str(TRANSFER))
     p.add_argument("--data", help="text to cut held-out prompts from; if not given, the Python standard library")
-    p.add_argument("--prompts", type=int, default=5, help="number of held-out prompts, 32 tokens each")
-    p.add_argument("--max-new-tokens", type=int, default=128)
-    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--prompts", type=positive, default=5, help="number of held-out prompts, 32 tokens each")
+    p.add_argument("--max-new-tokens", type=positive, default=128)
+    p.add_argument("--rounds", type=positive, default=5)
     p.add_argument("--temperature", type=float, default=0.0)
     p.add_argument("--device", default="auto")
     p.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: bfloat16 on CUDA, float32 elsewhere")

@@ -42,7 +42,7 @@ class GPTConfig:
 
     def __post_init__(self):
         self.n_kv_head = self.n_kv_head or self.n_head
-        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        self.head_dim = self.head_dim or self.n_embd // max(1, self.n_head)
         self.mlp_width = self.mlp_width or 4 * self.n_embd
         choices = {"position": ("rotary", "learned"), "norm": ("rmsnorm", "layernorm"),
                    "mlp": ("swiglu", "gelu", "gelu_tanh")}

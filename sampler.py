@@ -46,6 +46,10 @@ class Sampler:
         generator = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, position]))
         return torch.from_numpy(-np.log(generator.standard_exponential(V)))
 
+    def generator(self, stream: int) -> torch.Generator:
+        """A generator of its own for each (seed, stream); hashed, because torch's takes the low 32 bits of a seed alone."""
+        return torch.Generator().manual_seed(int(np.random.SeedSequence([self.seed, stream]).generate_state(1)[0]))
+
     def log_probs(self, logits: torch.Tensor) -> torch.Tensor:
         """Log probabilities (V,) float64 at this temperature, -inf where a filter removes the token.
 

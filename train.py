@@ -12,13 +12,15 @@ base model's own next-token distribution and the one read out of the pseudo row.
 """
 import argparse
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 from checkpoint import BASE, CHECKPOINT_HELP, load_checkpoint, save_transfer
-from cli import Parser, has_fast_bfloat16, pick_device, run, writable_folder, written_whole
+from cli import Parser, has_fast_bfloat16, pick_device, positive, run, writable_folder, written_whole
 from closed_form import RidgeSums
 from data import encode_texts, read_corpus
 from hidden_transfer import HiddenTransfer, distillation_loss
@@ -27,10 +29,10 @@ from measure import (RANKS, TREE_SIZES, acceptance_by_rank, agreement, continue_
 from model import causal_mask
 from pretrain import train_base
 
-LAYERS = [5, 5, 5, 5]               # the block of each transfer step for the checkpoint that ships: see --sweep
+LAYERS = [6, 6, 6, 6]               # the block of each transfer step for the checkpoint that ships: see --sweep
 PROMPTS, PROMPT, NEW = 50, 32, 128  # held-out prompts, their length and what is generated from them
 DEFAULTS = {                        # per stage: what the command line leaves open
-    "transfer": {"steps": 250, "batch": 2, "accumulate": 4, "length": 256, "lr": 3e-3, "save_every": 50},
+    "transfer": {"steps": 300, "batch": 2, "accumulate": 4, "length": 256, "lr": 3e-3, "save_every": 50},
     "base": {"steps": 2000, "batch": 16, "accumulate": 1, "length": 513, "lr": 6e-3, "save_every": 100},
 }
 
@@ -48,15 +50,15 @@ def train_transfer(args) -> None:
         raise ValueError(f"--length {args.length} is too short for {len(transfer.layers)} transfer steps")
     main_process = not dist.is_initialized() or dist.get_rank() == 0
     if main_process:
-        sequences = continue_greedily(model, cut_prompts(held_out, PROMPTS, PROMPT), NEW)
+        exam = make_exam(model, held_out)
     if args.own_tokens:
         stream = own_text(model, stream, args)
     if args.sweep:
-        return sweep(model, stream, held_out, sequences, args)
+        return sweep(model, stream, exam, args)
     if not args.resume:
         ridge_sums(model, stream, args, len(transfer.layers)).fill(transfer)
         if main_process:
-            print_tables("after the warm start (closed form)", transfer.layers, *evaluate(model, transfer, held_out, sequences))
+            print_tables("after the warm start (closed form)", transfer.layers, *evaluate(model, transfer, exam))
 
     position_ids, mask = torch.arange(args.length, device=args.device), causal_mask(args.length, device=args.device)
 
@@ -68,11 +70,11 @@ def train_transfer(args) -> None:
     optimizer = torch.optim.AdamW(transfer.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0)
     history = fit(transfer, [optimizer], loss_of, stream, args, "transfer")
     if main_process:
-        rows, table = evaluate(model, transfer, held_out, sequences)
+        rows, table = evaluate(model, transfer, exam)
         print_tables("after distillation", transfer.layers, rows, table)
         notes = {"agreement": rows, "tokens_per_pass": table, "steps": args.steps,
                  "tokens": args.steps * args.batch * args.accumulate * args.length,
-                 "acceptance": acceptance_by_rank(model, transfer, sequences, PROMPT)}
+                 "acceptance": acceptance_by_rank(model, transfer, exam.sequences, exam.prompt)}
         save_transfer(transfer, model, Path(args.out) / "transfer.pt", notes)
         plot_training(history, rows, table, Path(args.out) / "training.png")
         print(f"saved {args.out}/transfer.pt and {args.out}/training.png; "
@@ -88,7 +90,7 @@ def own_text(model, stream, args):
     """
     batch, sequences = 128, []
     count = max(1, args.own_tokens // (2 * args.length))
-    prompt = min(PROMPT, args.length - 1)
+    prompt = min(PROMPT, args.length // 2)
     with tqdm(total=count * args.length, desc="own text", unit="token", dynamic_ncols=True) as bar:
         for micro in range(0, count, batch):
             wanted = argparse.Namespace(**vars(args) | {"batch": min(batch, count - micro)})
@@ -112,7 +114,7 @@ def ridge_sums(model, stream, args, steps: int) -> RidgeSums:
     return sums
 
 
-def sweep(model, stream, held_out, sequences, args) -> None:
+def sweep(model, stream, exam, args) -> None:
     """Print the worth of the closed form at every block: tokens per pass, and each step's top-1 agreement."""
     steps = len(args.transfer_layers)
     sums, sizes = ridge_sums(model, stream, args, steps), (4, 16, 64)
@@ -120,13 +122,26 @@ def sweep(model, stream, held_out, sequences, args) -> None:
     print("      " + f"{'tokens per pass':>{10 * len(sizes)}}" + f"{'top-1 agreement':>{9 * steps}}")
     for t in range(model.config.n_layer):
         transfer = sums.fill(HiddenTransfer(model.config, [t] * steps, args.shift_positions).to(args.device))
-        rows, table = evaluate(model, transfer, held_out, sequences, sizes)
+        rows, table = evaluate(model, transfer, exam, sizes)
         print(f"{t:5} " + "".join(f"{table[size]:10.3f}" for size in sizes) + "".join(f"{row[0]:9.3f}" for row in rows), flush=True)
 
 
-def evaluate(model, transfer, held_out, sequences, sizes=TREE_SIZES):
+class Exam(NamedTuple):
+    """What the maps are measured on: held-out text (N,), and the base's greedy continuations (B, prompt + new) of it."""
+    stream: np.ndarray
+    sequences: torch.Tensor
+    prompt: int
+
+
+def make_exam(model, held_out) -> Exam:
+    prompt = min(PROMPT, model.config.block_size // 2)                      # a short context leaves room for less
+    new = min(NEW, model.config.block_size - prompt)
+    return Exam(held_out, continue_greedily(model, cut_prompts(held_out, PROMPTS, prompt), new), prompt)
+
+
+def evaluate(model, transfer, exam: Exam, sizes=TREE_SIZES):
     """(agreement by step and rank on held-out text, tokens per pass by tree size on held-out prompts)."""
-    return agreement(model, transfer, held_out), tokens_per_pass(model, transfer, sequences, PROMPT, sizes)
+    return agreement(model, transfer, exam.stream), tokens_per_pass(model, transfer, exam.sequences, exam.prompt, sizes)
 
 
 def print_tables(title: str, layers, rows, table) -> None:
@@ -175,7 +190,7 @@ def parse_args(argv=None):
                        ("lr", "peak learning rate"), ("save_every", "steps between saved states")):
         usual = ", ".join(f"{stage}: {values[name]}" for stage, values in DEFAULTS.items())
         p.add_argument(f"--{name.replace('_', '-')}", type=float if name == "lr" else positive, help=f"{help} ({usual})")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=int, default=0, help="a whole number from 0 on")
     p.add_argument("--resume", action="store_true", help="continue the run whose state lies in --out")
     p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, mps, or auto")
     p.add_argument("--autocast", choices=["auto", "on", "off"], default="auto", help="bfloat16 matrix products; auto: where they are fast")
@@ -187,22 +202,19 @@ def parse_args(argv=None):
     for name, value in DEFAULTS[args.stage].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    for name in ("seed", "own_tokens"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be 0 or more")
     if not 0 < args.lr < float("inf"):
         raise ValueError(f"--lr {args.lr}: it must be a positive number")
     return args
-
-
-def positive(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise ValueError
-    return int(text)
 
 
 def layer_list(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-positive.__name__, layer_list.__name__ = "positive whole number", "list of block numbers"   # what argparse's errors say
+layer_list.__name__ = "list of block numbers"                               # what argparse's error says
 
 
 def main() -> None:
