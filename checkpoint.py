@@ -1,11 +1,15 @@
 """
 Checkpoints on disk: tensors and plain Python only, read with `weights_only=True`, so that opening a file never
-runs code. Files are written whole or not at all.
+runs code. Files are written whole or not at all. Those of other projects are read by foreign.py.
 """
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
+import re
 import warnings
+import zipfile
 from pathlib import Path
 
 import torch
@@ -18,6 +22,7 @@ from tokenizer import load_tokenizer
 ROOT = Path(__file__).parent
 BASE = ROOT / "checkpoints" / "base.pt"             # the checkpoint that ships
 TRANSFER = ROOT / "checkpoints" / "transfer.pt"     # its transfer maps
+CHECKPOINT_HELP = "base model: a file of this project, of nanoGPT or in GGUF, a folder in Hugging Face's layout, or a name on the hub"
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -26,18 +31,31 @@ def save_file(contents: dict, path) -> None:
         torch.save(contents, beside)
 
 
-def load_file(path, kind: str, what: str) -> dict:
-    """A dict with ["kind"] == kind. ValueError in one line if the file is missing, damaged, foreign or a pickle."""
+def read_torch(path, what: str, on_disk: bool = False):
+    """What torch.save wrote. ValueError in one line if the file is missing, damaged or a pickle that would run code.
+
+    on_disk: leave the tensors in the file until they are used, so that one can be read without the others.
+    """
     if not Path(path).is_file():
         raise ValueError(f"{what} {path}: no such file")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")                                 # torch would add to the one line below
-            contents = torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=on_disk and zipfile.is_zipfile(path))
     except Exception as error:                      # zip, pickle and storage readers each raise their own kinds
-        unsafe = "weights_only" in str(error).lower() or "Unsupported global" in str(error)
+        with open(path, "rb") as file:
+            pickled = file.read(1) in (b"\x80", b"P")                       # a pickle, or a zip file that holds one
+        unsafe = pickled and ("weights_only" in str(error).lower() or "Unsupported global" in str(error))
         reason = "it holds pickled code, which is never run" if unsafe else "it is damaged or no PyTorch file"
         raise ValueError(f"{what} {path} cannot be read: {reason}") from None
+
+
+def load_file(path, kind: str, what: str) -> dict:
+    """A dict with ["kind"] == kind. ValueError in one line if the file is missing, damaged, foreign or a pickle."""
+    return check_kind(read_torch(path, what), path, kind, what)
+
+
+def check_kind(contents, path, kind: str, what: str) -> dict:
     if not isinstance(contents, dict) or contents.get("kind") != kind:
         raise ValueError(f"{what} {path} is not a file of this project's kind {kind!r}")
     return contents
@@ -57,28 +75,91 @@ def save_checkpoint(model: GPT, path, tokenizer_file: str | None, notes: dict | 
                "tokenizer": tokenizer_file, "notes": notes or {}}, path)
 
 
-def load_checkpoint(path=BASE, dtype=torch.float32, device="cpu"):
-    """(model in eval mode with frozen weights, tokenizer or None) from a file of save_checkpoint."""
-    contents = load_file(path, "gpt", "--checkpoint")
+def load_checkpoint(name_or_path=BASE, dtype=None, device="cpu", revision: str | None = None):
+    """(model in eval mode with frozen weights, tokenizer or None), from
+
+      * a file of save_checkpoint, a nanoGPT ckpt.pt, or a GGUF file of the Llama family;
+      * a folder in Hugging Face's layout, of the architecture gpt2 or llama;
+      * a name on the Hugging Face hub (`revision`: branch, tag or commit).
+
+    dtype: if not given, bfloat16 on CUDA and float32 elsewhere. ValueError in one line for what cannot be read.
+    """
+    path = Path(name_or_path)
+    if dtype is None:
+        dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    if revision and (path.exists() or not is_hub_name(str(name_or_path))):
+        raise ValueError(f"--revision is for names on the hub; --checkpoint {name_or_path} is none")
+    with naming(name_or_path):
+        config, state, tokenizer = open_checkpoint(path, str(name_or_path), revision)
+        return build_model(GPTConfig(**config), state, dtype, device), tokenizer
+
+
+@contextlib.contextmanager
+def naming(path):
+    """Whatever is wrong with a checkpoint becomes one line that names it."""
     try:
-        model = build_model(GPTConfig(**contents["config"]), contents["model"], dtype, device)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"--checkpoint {path}: {' '.join(str(error).split())}") from None
-    name = contents.get("tokenizer")
-    tokenizer = load_tokenizer(Path(path).parent / name) if name else None
-    if tokenizer is not None and tokenizer.n_vocab != model.config.vocab_size:
-        raise ValueError(f"--checkpoint {path}: {name} has {tokenizer.n_vocab} tokens, the model {model.config.vocab_size}")
-    return model, tokenizer
+        yield
+    except KeyError as error:
+        raise ValueError(f"--checkpoint {path}: there is no {error} in it") from None
+    except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        line = " ".join(str(error).split())
+        raise ValueError(line if line.startswith("--") else f"--checkpoint {path}: {line}") from None
+
+
+def open_checkpoint(path: Path, name: str, revision: str | None):
+    """(fields of GPTConfig, weights as build_model takes them, tokenizer or None), by what lies at the path."""
+    import foreign                                              # foreign.py builds on this file
+    if path.is_dir():
+        return foreign.open_folder(path)
+    if not path.exists() and is_hub_name(name):
+        return foreign.open_folder(foreign.fetch(name, revision))
+    if foreign.is_gguf(path):
+        return foreign.open_gguf(path)
+    contents = read_torch(path, "--checkpoint", on_disk=True)
+    if isinstance(contents, dict) and "model_args" in contents:
+        return foreign.open_nanogpt(contents, path)
+    del contents
+    contents = load_file(path, "gpt", "--checkpoint")
+    config, weights, name = contents["config"], strip_prefixes(contents.pop("model")), contents.get("tokenizer")
+    state = {key: functools.partial(weights.pop, key) for key in list(weights)}     # the file's copy shrinks as the model grows
+    tokenizer = load_tokenizer(path.parent / name) if name else None
+    if tokenizer is not None and tokenizer.n_vocab != config["vocab_size"]:
+        raise ValueError(f"--checkpoint {path}: {name} has {tokenizer.n_vocab} tokens, the model {config['vocab_size']}")
+    return config, state, tokenizer
+
+
+def is_hub_name(name: str) -> bool:
+    """"gpt2", "owner/model": what may be a name on the hub, by its form alone."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)) and not name.endswith((".pt", ".gguf", ".bin", ".safetensors"))
 
 
 def build_model(config: GPTConfig, state: dict, dtype=torch.float32, device="cpu") -> GPT:
-    """A frozen GPT with the weights in `state`; any key missing, left over or of another shape raises."""
+    """A frozen GPT with the weights in `state`; any key missing, left over or of another shape raises RuntimeError.
+
+    state: our names -> tensors, or functions that read one. They are copied one by one into the dtype and layout
+    wanted, the largest first: it is held twice while the model is still small, so the peak of memory stays near the
+    size of the model.
+    """
     with torch.device("meta"):
         model = GPT(config)
-    state = {name: p.to(device, dtype) for name, p in strip_prefixes(state).items()}
-    model.load_state_dict(state, strict=True, assign=True)
+    state, wanted = strip_prefixes(state), model.state_dict()
+    odd = {"missing": [name for name in wanted if name not in state], "unknown": [name for name in state if name not in wanted]}
+    if any(odd.values()):
+        raise RuntimeError("; ".join(f"{len(names)} {kind} weights: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+                                     for kind, names in odd.items() if names))
+    on_cpu, weights = torch.device(device).type == "cpu", {}
+    for name in sorted(wanted, key=lambda name: -wanted[name].numel()):
+        source, shape = state[name]() if callable(state[name]) else state[name], wanted[name].shape
+        if source.shape != shape:
+            raise RuntimeError(f"{name} has shape {tuple(source.shape)}; the configuration needs {tuple(shape)}")
+        by_columns = on_cpu and len(shape) == 2                             # as lay_out_for_cpu would lay it
+        weights[name] = torch.empty(shape[::-1] if by_columns else shape, dtype=dtype, device=device)
+        weights[name] = weights[name].t() if by_columns else weights[name]
+        weights[name].copy_(source)
+        del source
+    model.load_state_dict(weights, strict=True, assign=True)
     model = model.eval().requires_grad_(False)
-    return lay_out_for_cpu(model) if torch.device(device).type == "cpu" else model
+    return lay_out_for_cpu(model) if on_cpu else model
 
 
 def fingerprint(model: GPT) -> str:
@@ -86,7 +167,8 @@ def fingerprint(model: GPT) -> str:
 
     Taken over weights rounded to bfloat16, so that it is the same in whichever dtype the base was loaded.
     """
-    digest = hashlib.sha256(json.dumps(dataclasses.asdict(model.config), sort_keys=True).encode())
+    config = {name: value for name, value in dataclasses.asdict(model.config).items() if value is not None}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name, p in sorted(strip_prefixes(model.state_dict()).items()):
         digest.update(name.encode())
         digest.update(p.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
@@ -104,7 +186,8 @@ def load_transfer(path, model: GPT):
     """(HiddenTransfer in the model's dtype and device, notes). ValueError if the maps were made for another base."""
     contents = load_file(path, "transfer", "--transfer")
     if contents["base"] != fingerprint(model):
-        raise ValueError(f"--transfer {path} was trained for another base model; train maps for this one: python train.py")
+        raise ValueError(f"--transfer {path} was trained for another base model; "
+                         "train maps for this one (python train.py --checkpoint ...) or decode plainly (--method autoregressive)")
     try:
         transfer = HiddenTransfer(model.config, contents["layers"], contents["shift_positions"])
         transfer.load_state_dict(contents["maps"])

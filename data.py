@@ -55,8 +55,10 @@ def read_text(file: Path) -> str | None:
 
 def encode_texts(texts: list[str], tokenizer) -> np.ndarray:
     """All texts in one stream (N,) of uint16 or int32 ids, each behind an end-of-text token."""
-    end = tokenizer.eot_token
-    rows = [[end] + row for row in tokenizer.encode_ordinary_batch(texts, num_threads=2)]
+    if tokenizer is None:
+        raise ValueError("--checkpoint comes without a tokenizer, so no text can be read for it")
+    end = tokenizer.prefix if tokenizer.eot_token is None else [tokenizer.eot_token]
+    rows = [end + row for row in tokenizer.encode_ordinary_batch(texts, num_threads=2)]
     return np.concatenate([np.array(row, dtype=np.uint16 if tokenizer.n_vocab <= 2 ** 16 else np.int32) for row in rows])
 
 

@@ -3,6 +3,7 @@ Decoding: one loop over any drafter, and the command line.
 
     python generate.py                                          # the checkpoint that ships, its maps, a default prompt
     python generate.py --prompt "import os" --tree-size 64 --check --trace
+    python generate.py --checkpoint SmolLM2-135M-Instruct.gguf --method autoregressive --chat --prompt "Name three colours."
 """
 import argparse
 import dataclasses
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import BASE, DTYPES, TRANSFER, load_checkpoint, load_transfer
+from chat import chat_prompt
+from checkpoint import BASE, CHECKPOINT_HELP, DTYPES, TRANSFER, load_checkpoint, load_transfer
 from cli import Parser, pick_device, run
 from display import Display, summary
 from drafters import MAX_TREE_SIZE, Autoregressive, HiddenTransferDrafter, Round
@@ -54,15 +56,16 @@ class Pass:
 
 @torch.inference_mode()
 def generate(model: GPT, prompt_ids: list[int], drafter=None, sampler: Sampler = Sampler(), max_new_tokens: int = 128,
-             end_token: int | None = None, verify: str = "coupled", tokenizer=None, on_pass=None) -> Generation:
+             end_token=None, verify: str = "coupled", tokenizer=None, on_pass=None) -> Generation:
     """Continue prompt_ids (one sequence); returns exactly what plain decoding with the same sampler returns.
 
-    drafter: None for plain decoding. verify: "coupled" (token for token) or "rejection" (same law, for drafters
-    whose trees are sampled). on_pass: called with a Pass after each pass. ValueError for a prompt that is empty, too
-    long, or holds ids outside the vocabulary.
+    drafter: None for plain decoding. end_token: the id that ends the text, or several, or None. verify: "coupled" (token
+    for token) or "rejection" (same law, for drafters whose trees are sampled). on_pass: called with a Pass after each
+    pass. ValueError for a prompt that is empty, too long, or holds ids outside the vocabulary.
     """
     check_request(model, prompt_ids, max_new_tokens, verify)
     drafter = drafter if drafter is not None else Autoregressive()
+    ends = set() if end_token is None else {end_token} if isinstance(end_token, int) else set(end_token)
     device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
     tokens = list(prompt_ids)
     # The last token emitted need not be fed, so a context of block_size leaves room for one token more.
@@ -81,8 +84,8 @@ def generate(model: GPT, prompt_ids: list[int], drafter=None, sampler: Sampler =
         path, token = judge(tree, logits[0], len(tokens) - 1, sampler, verify, dice)
         cache.commit(list(range(ahead)) + [ahead + node for node in path])
         emitted = [tree.tokens[node] for node in path[1:]] + [token]
-        if end_token in emitted:
-            emitted = emitted[:emitted.index(end_token) + 1]
+        if not ends.isdisjoint(emitted):
+            emitted = emitted[:next(n for n, token in enumerate(emitted) if token in ends) + 1]
             result.finish_reason = "end"
         tokens += emitted
         result.token_ids += emitted
@@ -158,6 +161,9 @@ def synchronize(device) -> None:
 PROMPT = '"""Tools for working with dates."""\n\nimport datetime\n\nclass Calendar:\n    def __init__(self, year, month'
 
 
+QUESTION = "Why is the sky blue?"      # with --chat
+
+
 def parse_args(argv=None):
     p = Parser("Generate text with hidden transfer; the output is exactly that of plain decoding.")
     prompt = p.add_mutually_exclusive_group()
@@ -176,10 +182,12 @@ def parse_args(argv=None):
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--verify", choices=["coupled", "rejection"], default="coupled",
                    help="coupled: token for token as plain decoding; rejection: the same distribution")
-    p.add_argument("--checkpoint", default=str(BASE), help="base model")
+    p.add_argument("--chat", action="store_true", help="put the prompt into the model's own chat template, and stop where its turn ends")
+    p.add_argument("--checkpoint", default=str(BASE), help=CHECKPOINT_HELP)
+    p.add_argument("--revision", help="branch, tag or commit of a --checkpoint from the hub")
     p.add_argument("--transfer", default=str(TRANSFER), help="its transfer maps, from train.py")
     p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, mps, or auto")
-    p.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    p.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: bfloat16 on CUDA, float32 elsewhere")
     p.add_argument("--stop-at-end", action=argparse.BooleanOptionalAction, default=True, help="stop at the end-of-text token")
     p.add_argument("--check", action="store_true", help="decode plainly as well and compare; exit status 1 if they differ")
     p.add_argument("--json", action="store_true", help="one JSON object on the last line instead of the summary")
@@ -193,12 +201,12 @@ def main() -> None:
     sampler = Sampler(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     if args.check and args.verify == "rejection":
         raise ValueError("--check compares token for token, which --verify rejection does not promise; use --verify coupled")
-    model, tokenizer = load_checkpoint(args.checkpoint, DTYPES[args.dtype], pick_device(args.device))
-    prompt_ids = read_prompt(args, tokenizer)
+    model, tokenizer = load_checkpoint(args.checkpoint, DTYPES.get(args.dtype), pick_device(args.device), args.revision)
+    prompt_ids, end_tokens = read_prompt(args, tokenizer)
     check_request(model, prompt_ids, args.max_new_tokens, args.verify)
     drafter = make_drafter(args, model, prompt_ids)
-    end_token = tokenizer.eot_token if tokenizer is not None and args.stop_at_end else None
-    settings = dict(sampler=sampler, max_new_tokens=args.max_new_tokens, end_token=end_token, tokenizer=tokenizer)
+    settings = dict(sampler=sampler, max_new_tokens=args.max_new_tokens, end_token=end_tokens if args.stop_at_end else None,
+                    tokenizer=tokenizer)
     generate(model, prompt_ids, drafter, sampler, min(2, args.max_new_tokens), verify=args.verify)     # warm-up: the first passes are slow
     show = Display(tokenizer, args)
     show.prompt(prompt_ids)
@@ -217,10 +225,13 @@ def main() -> None:
         sys.exit(1)
 
 
-def read_prompt(args, tokenizer) -> list[int]:
+def read_prompt(args, tokenizer) -> tuple[list[int], set[int]]:
+    """(ids of the prompt, ids at which the text ends)"""
     if args.token_ids is not None:
+        if args.chat:
+            raise ValueError("--chat wraps text: give --prompt or --prompt-file instead of --token-ids")
         try:
-            return [int(part) for part in args.token_ids.split(",")]
+            return [int(part) for part in args.token_ids.split(",")], tokenizer.end_tokens if tokenizer is not None else set()
         except ValueError:
             raise ValueError(f"--token-ids {args.token_ids}: give whole numbers with commas between, as in 1,2,3") from None
     if tokenizer is None:
@@ -233,10 +244,12 @@ def read_prompt(args, tokenizer) -> list[int]:
         except OSError as error:
             raise ValueError(f"--prompt-file {args.prompt_file}: {error.strerror}") from None
     else:
-        text = PROMPT if args.prompt is None else args.prompt
+        text = args.prompt if args.prompt is not None else QUESTION if args.chat else PROMPT
     if any("\ud800" <= character <= "\udfff" for character in text):        # what Python makes of raw bytes in an argument
         raise ValueError("--prompt: not UTF-8 text")
-    return tokenizer.encode_ordinary(text)
+    if args.chat:
+        return chat_prompt(tokenizer, text)
+    return tokenizer.prefix + tokenizer.encode_ordinary(text), tokenizer.end_tokens
 
 
 def make_drafter(args, model, prompt_ids):

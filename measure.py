@@ -11,7 +11,7 @@ import time
 import torch
 from tqdm import tqdm
 
-from checkpoint import BASE, DTYPES, TRANSFER, load_checkpoint, load_transfer
+from checkpoint import BASE, CHECKPOINT_HELP, DTYPES, TRANSFER, load_checkpoint, load_transfer
 from cli import Parser, pick_device, positive, run
 from data import encode_texts, n_bytes, read_corpus
 from drafters import HiddenTransferDrafter, rank_drafts
@@ -260,7 +260,8 @@ def place(size: int, sources: int) -> str:
 
 def main() -> None:
     p = Parser("Paired speed of hidden transfer against plain decoding, by tree size and place of drafting.")
-    p.add_argument("--checkpoint", default=str(BASE))
+    p.add_argument("--checkpoint", default=str(BASE), help=CHECKPOINT_HELP)
+    p.add_argument("--revision", help="branch, tag or commit of a --checkpoint from the hub")
     p.add_argument("--transfer", default=str(TRANSFER))
     p.add_argument("--data", help="text to cut held-out prompts from; if not given, the Python standard library")
     p.add_argument("--prompts", type=positive, default=5, help="number of held-out prompts, 32 tokens each")
@@ -268,14 +269,15 @@ def main() -> None:
     p.add_argument("--rounds", type=positive, default=5)
     p.add_argument("--temperature", type=float, default=0.0)
     p.add_argument("--device", default="auto")
-    p.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    p.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: bfloat16 on CUDA, float32 elsewhere")
     p.add_argument("--exactness", action="store_true", help="count outputs that differ from plain decoding instead (float64)")
     p.add_argument("--bits-per-byte", action="store_true", help="of the base model on held-out text, instead; minutes")
     args = p.parse_args()
     if args.exactness:
         args.dtype = "float64"
     args.device = pick_device(args.device)
-    model, tokenizer = load_checkpoint(args.checkpoint, DTYPES[args.dtype], args.device)
+    model, tokenizer = load_checkpoint(args.checkpoint, DTYPES.get(args.dtype), args.device, args.revision)
+    args.dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
     held_out = read_corpus(args.data)[1]
     stream = encode_texts(held_out, tokenizer)
     if args.bits_per_byte:

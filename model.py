@@ -33,6 +33,7 @@ class GPTConfig:
     mlp_width: int = 0              # inner width of the MLP; 0: 4 * n_embd
     position: str = "rotary"        # "rotary" (every block sees the position) or "learned" (only the embedding)
     rope_theta: float = 10000.0
+    rope_factors: list[float] | None = None     # D/2 divisors of the rotary frequencies, which stretch the context; None: all 1
     norm: str = "rmsnorm"           # or "layernorm"
     norm_eps: float = 1e-5
     mlp: str = "swiglu"             # or "gelu" (exact) or "gelu_tanh"
@@ -55,6 +56,8 @@ class GPTConfig:
             raise ValueError(f"GPTConfig.n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
         if self.position == "rotary" and self.head_dim % 2:
             raise ValueError(f"GPTConfig.head_dim {self.head_dim} must be even for rotary positions")
+        if self.rope_factors is not None and len(self.rope_factors) != self.head_dim // 2:
+            raise ValueError(f"GPTConfig.rope_factors has {len(self.rope_factors)} numbers; head_dim {self.head_dim} needs half as many")
 
 
 class KVCache:
@@ -105,7 +108,10 @@ def rotary_table(position_ids: torch.Tensor, config: GPTConfig) -> torch.Tensor:
     The half-split layout of Llama: component d is rotated together with component d + D/2.
     """
     d = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=position_ids.device)        # (D/2,)
-    angles = position_ids.double()[:, None] * config.rope_theta ** (-d / config.head_dim)            # (T, D/2)
+    frequencies = config.rope_theta ** (-d / config.head_dim)                                        # (D/2,)
+    if config.rope_factors is not None:
+        frequencies = frequencies / torch.tensor(config.rope_factors, dtype=torch.float64, device=d.device)
+    angles = position_ids.double()[:, None] * frequencies                                            # (T, D/2)
     angles = torch.cat([angles, angles], dim=1)                                                      # (T, D)
     return torch.stack([angles.cos(), angles.sin()])                                                 # (2, T, D)
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from checkpoint import BASE, load_checkpoint, save_transfer
+from checkpoint import BASE, CHECKPOINT_HELP, load_checkpoint, save_transfer
 from cli import Parser, has_fast_bfloat16, pick_device, positive, run, writable_folder, written_whole
 from closed_form import RidgeSums
 from data import encode_texts, read_corpus
@@ -39,7 +39,7 @@ DEFAULTS = {                        # per stage: what the command line leaves op
 
 def train_transfer(args) -> None:
     """Warm start, distillation and a table after each; saves transfer.pt and training.png in the folder --out."""
-    model, tokenizer = load_checkpoint(args.checkpoint, device=args.device)
+    model, tokenizer = load_checkpoint(args.checkpoint, torch.float32, args.device, args.revision)
     args.length = min(args.length, model.config.block_size)
     stream, held_out = (encode_texts(texts, tokenizer) for texts in read_corpus(args.data))
     for kind, tokens in (("training", stream), ("held-out", held_out)):
@@ -176,7 +176,8 @@ def plot_training(history, rows, table, path: Path) -> None:
 def parse_args(argv=None):
     p = Parser("Train transfer maps (or the base model they are for).")
     p.add_argument("--stage", choices=list(DEFAULTS), default="transfer", help="what to train")
-    p.add_argument("--checkpoint", default=str(BASE), help="the base model that the maps are for")
+    p.add_argument("--checkpoint", default=str(BASE), help=f"what the maps are for; {CHECKPOINT_HELP}")
+    p.add_argument("--revision", help="branch, tag or commit of a --checkpoint from the hub")
     p.add_argument("--data", help="file or folder of UTF-8 text; if not given, the Python standard library")
     p.add_argument("--out", default="out", help="folder for what is saved")
     p.add_argument("--transfer-layers", type=layer_list, default=LAYERS, help="block of each transfer step, as in 6,6,6")
