@@ -224,6 +224,8 @@ def main() -> None:
     args.autocast = args.autocast == "on" or args.autocast == "auto" and has_fast_bfloat16(args.device)
     try:
         train_base(args) if args.stage == "base" else train_transfer(args)
+        if dist.is_initialized():
+            dist.barrier()                                                  # a process that leaves early takes the others down
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

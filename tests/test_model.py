@@ -253,7 +253,8 @@ def test_wrong_shapes_are_refused(model):
 
 @pytest.mark.parametrize("wrong, message", [
     (dict(position="alibi"), "position"), (dict(norm="batchnorm"), "norm"), (dict(mlp="relu"), "mlp"),
-    (dict(n_layer=0), "n_layer"), (dict(n_head=0), "n_head"), (dict(vocab_size=0), "vocab_size"), (dict(block_size=-1), "block_size"),
+    (dict(n_layer=0), "n_layer"), (dict(n_head=0), "n_head"), (dict(vocab_size=0), "vocab_size"),
+    (dict(block_size=-1), "block_size"),
     (dict(n_embd=4, n_head=6), "head_dim"), (dict(n_head=6, n_kv_head=4), "n_kv_head"), (dict(n_kv_head=-1), "n_kv_head"),
     (dict(head_dim=7), "head_dim"), (dict(mlp_width=-3), "mlp_width")], ids=str)
 def test_configurations_that_cannot_work(wrong, message):
