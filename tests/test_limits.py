@@ -110,6 +110,18 @@ def test_end_token_in_the_prompt_or_nowhere(model, text):
             assert result.token_ids == text[5:25] and result.finish_reason == "length"
 
 
+def test_several_end_tokens(model, text):
+    """[12] The text ends at whichever comes first, also within one pass; none in the list is no end token."""
+    never = next(token for token in range(VOCAB) if token not in text[5:25])
+    for ends in ([text[9], text[7], never], {text[7], text[9]}, (text[9], text[7])):
+        expected = text[5:5 + min(text[5:].index(end) for end in ends if end != never) + 1]
+        for drafter in drafters_for(model, text):
+            result = generate(model, PROMPT, drafter, max_new_tokens=20, end_token=ends)
+            assert result.token_ids == expected and result.finish_reason == "end"
+            assert count_all(result) == (len(expected),) * 3
+    assert generate(model, PROMPT, max_new_tokens=20, end_token=[]).token_ids == text[5:25]
+
+
 def test_drafted_end_token_that_is_wrong(model, text):
     """[12] An end token among the rejected drafts ends nothing."""
     end = next(token for token in range(VOCAB) if token not in text[5:20])

@@ -8,7 +8,7 @@ import torch
 
 from conftest import (BLOCK, CONFIGS, KINDS, PROMPT, VOCAB, assert_close, fresh_cache_rows, full_logits, make_model,
                       make_transfer, plain, slow_forward)
-from model import GPT, GPTConfig, KVCache, causal_mask, lay_out_for_cpu
+from model import GPT, GPTConfig, KVCache, causal_mask, lay_out_for_cpu, rotary_table
 from tree import Tree
 
 TOKENS = [7, 3, 3, 41, 0, 12, 49, 8, 8, 30, 22, 5, 17]          # with repeats: equal tokens at unequal positions
@@ -59,6 +59,23 @@ def test_rotary_sees_differences_of_positions_only():
     stretched = model(torch.tensor([TOKENS]), torch.arange(T) * 2, mask)[0]
     assert_close(shifted, full_logits(model, TOKENS))
     assert (stretched - shifted).abs().max() > 0.1
+
+
+def test_rotary_factors_divide_the_frequencies():
+    """All factors 2 at doubled positions are no factors at all; a factor for one pair of components turns that one."""
+    T, mask = len(TOKENS), torch.ones(len(TOKENS), len(TOKENS), dtype=torch.bool).tril()
+    halved = make_model("rotary", rope_factors=[2.0] * 4)
+    doubled = halved(torch.tensor([TOKENS]), torch.arange(T) * 2, mask)[0]
+    assert_close(doubled, full_logits(make_model("rotary"), TOKENS))
+    config = make_model("rotary", rope_factors=[1.0, 1.0, 4.0, 1.0]).config
+    ratio = rotary_angles(config) / rotary_angles(make_model("rotary").config)
+    assert_close(ratio, torch.tensor([1.0, 1.0, 0.25, 1.0] * 2, dtype=torch.float64))
+
+
+def rotary_angles(config):
+    """The angles (D,) at position 1, all of them below half a turn."""
+    cos, sin = rotary_table(torch.tensor([1]), config)[:, 0]
+    return torch.atan2(sin, cos)
 
 
 def test_read_picks_rows(model):
@@ -256,7 +273,8 @@ def test_wrong_shapes_are_refused(model):
     (dict(n_layer=0), "n_layer"), (dict(n_head=0), "n_head"), (dict(vocab_size=0), "vocab_size"),
     (dict(block_size=-1), "block_size"),
     (dict(n_embd=4, n_head=6), "head_dim"), (dict(n_head=6, n_kv_head=4), "n_kv_head"), (dict(n_kv_head=-1), "n_kv_head"),
-    (dict(head_dim=7), "head_dim"), (dict(mlp_width=-3), "mlp_width")], ids=str)
+    (dict(head_dim=7), "head_dim"), (dict(mlp_width=-3), "mlp_width"),
+    (dict(n_embd=32, n_head=4, rope_factors=[1.0] * 3), "rope_factors")], ids=str)
 def test_configurations_that_cannot_work(wrong, message):
     with pytest.raises(ValueError, match=f"GPTConfig.{message}"):
         GPTConfig(**wrong)
