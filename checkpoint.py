@@ -185,13 +185,13 @@ def save_transfer(transfer: HiddenTransfer, model: GPT, path, notes: dict | None
 def load_transfer(path, model: GPT):
     """(HiddenTransfer in the model's dtype and device, notes). ValueError if the maps were made for another base."""
     contents = load_file(path, "transfer", "--transfer")
-    if contents["base"] != fingerprint(model):
+    if contents.get("base") != fingerprint(model):
         raise ValueError(f"--transfer {path} was trained for another base model; "
                          "train maps for this one (python train.py --checkpoint ...) or decode plainly (--method autoregressive)")
     try:
         transfer = HiddenTransfer(model.config, contents["layers"], contents["shift_positions"])
         transfer.load_state_dict(contents["maps"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"--transfer {path}: {error}") from None
+        raise ValueError(f"--transfer {path}: {' '.join(str(error).split())}") from None
     transfer = transfer.to(model.embedding.weight).requires_grad_(False).eval()
     return lay_out_for_cpu(transfer) if model.embedding.weight.device.type == "cpu" else transfer, contents["notes"]

@@ -57,6 +57,8 @@ class HiddenTransferDrafter:
                  acceptance: list[list[float]] | None = None, sampled: bool = False):
         if not 1 <= tree_size <= MAX_TREE_SIZE:
             raise ValueError(f"--tree-size {tree_size}: it must be from 1 (plain decoding) to {MAX_TREE_SIZE}")
+        if shape not in ("best-first", "chain", "static"):
+            raise ValueError(f"shape {shape!r}: it must be best-first, chain or static")
         if sources < 0:
             raise ValueError(f"--sources {sources}: it must be 0 or more")
         if (shape == "static" or sampled) and not acceptance:
@@ -95,7 +97,7 @@ class HiddenTransferDrafter:
         if self.shape == "chain":
             scores = [row[:1] for row in scores]
         elif self.shape == "static":
-            scores = self.acceptance[:len(candidates)]
+            scores = [row[:len(tokens)] for row, tokens in zip(self.acceptance, candidates)]        # no rank beyond the vocabulary
         parents, ranks = best_first(scores, size)
         tokens, depth = [root], [0]
         for parent, rank in zip(parents[1:], ranks[1:]):

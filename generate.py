@@ -65,7 +65,7 @@ def generate(model: GPT, prompt_ids: list[int], drafter=None, sampler: Sampler =
     """
     check_request(model, prompt_ids, max_new_tokens, verify)
     drafter = drafter if drafter is not None else Autoregressive()
-    ends = set() if end_token is None else {end_token} if isinstance(end_token, int) else set(end_token)
+    ends = set() if end_token is None else {int(end_token)} if hasattr(end_token, "__index__") else set(end_token)
     device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
     tokens = list(prompt_ids)
     # The last token emitted need not be fed, so a context of block_size leaves room for one token more.
@@ -95,6 +95,8 @@ def generate(model: GPT, prompt_ids: list[int], drafter=None, sampler: Sampler =
         remaining = limit - len(result.token_ids)
         if remaining and not result.finish_reason:
             tree = drafter.propose(Round(model, cache, tokens, state, ahead + path[-1], sampler, remaining - 1))
+            if max(tree.depth) > remaining - 1:                             # it would overshoot, or leave the context
+                raise ValueError(f"the drafter proposed a tree of depth {max(tree.depth)}; Round.max_depth is {remaining - 1}")
     synchronize(device)
     result.seconds = time.perf_counter() - start
     result.finish_reason = result.finish_reason or ("length" if limit == max_new_tokens else "context")
@@ -218,7 +220,7 @@ def main() -> None:
         report |= {"identical": plain.token_ids == result.token_ids, "autoregressive_seconds": plain.seconds}
     if args.profile and result.new_tokens:
         from measure import profile
-        print(profile(model, prompt_ids, drafter, settings))
+        print(profile(model, prompt_ids, drafter, settings | {"verify": args.verify}))
     print(json.dumps(report) if args.json else summary(report))
     if args.check and not report["identical"]:
         print(first_difference(model, prompt_ids, plain.token_ids, result.token_ids), file=sys.stderr)
@@ -286,7 +288,7 @@ def first_difference(model, prompt_ids, plain, other) -> str:
     device = model.embedding.weight.device
     logits = model(torch.tensor([tokens], device=device), torch.arange(len(tokens), device=device),
                    causal_mask(len(tokens), device=device), read=slice(-1, None))[0, 0]
-    best = logits.float().topk(2).values
+    best = logits.double().topk(2).values
     return f"first difference at new token {n}: plain {plain[n:n + 1]}, drafted {other[n:n + 1]}; top-2 gap {best[0] - best[1]:.2e}"
 
 

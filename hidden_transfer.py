@@ -79,7 +79,7 @@ class HiddenTransfer(nn.Module):
                              lambda i, tap: self.spawn(model, i, tap[:, sources], position_ids[sources]))
         return x[:, :T], self.by_step(x[:, T:], len(sources)), taps
 
-    def draft(self, model: GPT, taps, row: int, position: int, cache, steps: int | None = None):
+    def draft(self, model: GPT, taps, row: int, position: int, cache):
         """The pseudo rows of one real row, computed after the walk: (1, 1, K, C).
 
         taps: from `forward`; row: the last accepted row in them; position: its position; cache: rows up to and

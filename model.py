@@ -90,6 +90,8 @@ class KVCache:
     def commit(self, rows: list[int]) -> None:
         """Keep these staged rows (0 = first staged row), in this order. The only place where `length` grows."""
         start, end = self.length, self.length + len(rows)
+        if end > self.capacity or not all(0 <= row < self.capacity - start for row in rows):
+            raise ValueError(f"KVCache.commit({rows}): {start} rows are committed of {self.capacity} in all")
         if rows != list(range(len(rows))):                                  # a prefix lies where it belongs already
             index = torch.tensor(rows, device=self.data.device) + start
             self.data[..., start:end, :] = self.data.index_select(4, index)

@@ -25,6 +25,8 @@ SHAPE = {"block_size": 512, "n_layer": 8, "n_head": 6, "n_kv_head": 2, "n_embd":
 
 def train_base(args) -> None:
     texts, held_out = read_corpus(args.data)
+    if args.length > SHAPE["block_size"] + 1:
+        raise ValueError(f"--length {args.length}: a window is at most {SHAPE['block_size'] + 1} tokens, the context and its last target")
     out, shipped = Path(args.out), BASE.parent / "base.tiktoken"
     out.mkdir(parents=True, exist_ok=True)
     vocabulary_file = out / "base.tiktoken"

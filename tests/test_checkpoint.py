@@ -193,7 +193,8 @@ def test_wrong_configurations_are_refused(config, named, tmp_path):
     lambda contents: contents | {"maps": contents["maps"] | {"maps.0.weight": torch.ones(32, 31)}},
     lambda contents: contents | {"layers": [1]},
     lambda contents: {name: value for name, value in contents.items() if name != "maps"},
-], ids=["missing", "left over", "wrong shape", "fewer layers than maps", "no maps"])
+    lambda contents: {name: value for name, value in contents.items() if name != "base"},
+], ids=["missing", "left over", "wrong shape", "fewer layers than maps", "no maps", "no base"])
 def test_wrong_maps_are_refused(change, tmp_path):
     """[26] The same for maps."""
     model = make_model("rotary")

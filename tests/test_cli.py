@@ -207,7 +207,7 @@ def teach(files, out, *more):
     ("--lr 0", "--lr"), ("--lr -1", "--lr"), ("--lr nan", "--lr"), ("--lr inf", "--lr"), ("--lr x", "--lr"), ("--seed x", "--seed"),
     ("--seed -1", "--seed"),
     ("--own-tokens -1", "--own-tokens"),
-    ("--steps ²", "--steps"), ("--resume", "--resume"), ("--shift-positions", "positions"),
+    ("--stage base --length 514", "--length"), ("--steps ²", "--steps"), ("--resume", "--resume"), ("--shift-positions", "positions"),
 ])
 def test_train_refuses(files, tmp_path, arguments, named):
     """[30] One line, and no maps."""

@@ -13,7 +13,7 @@ from drafters_for_tests import Adversary, Oracle, Scripted, Watch, bushy_shape, 
 from generate import generate
 from model import KVCache
 from sampler import Sampler
-from tree import Tree
+from tree import Tree, chain
 
 # A tree of 12 nodes and depth 3: the true path runs through the second child, the third below, and an only child.
 TWELVE = [-1, 0, 0, 0, 1, 2, 2, 2, 3, 4, 7, 8]
@@ -344,3 +344,29 @@ def test_memory_over_many_calls():
     tensors, objects = alive_after(100)                         # whatever is set up once is set up now
     tensors_later, objects_later = alive_after(1000)
     assert tensors_later == tensors and objects_later - objects < 100
+
+
+def test_a_drafter_that_goes_too_deep_is_refused(model, text):
+    """[13, 14] It would overshoot max_new_tokens, or feed a position that the model does not have."""
+    def deep(round, k):
+        return chain([round.tokens[-1]] + text[len(round.tokens):len(round.tokens) + 4])
+    assert generate(model, PROMPT, Scripted(deep), max_new_tokens=6).token_ids == text[5:11]
+    with pytest.raises(ValueError, match="depth 4; Round.max_depth is 1"):
+        generate(model, PROMPT, Scripted(deep), max_new_tokens=3)
+
+
+def test_more_ranks_than_the_vocabulary_has():
+    """[11] A static tree from a table of three ranks, for two tokens."""
+    small = make_model("rotary", vocab_size=2)
+    drafter = HiddenTransferDrafter(make_transfer(small, [1, 2]), 8, shape="static", acceptance=[[.4, .3, .2], [.3]])
+    assert generate(small, [0, 1], drafter, max_new_tokens=12).token_ids == plain(small, [0, 1], 12)
+    with pytest.raises(ValueError, match="shape 'bushy'"):
+        HiddenTransferDrafter(make_transfer(small, [1]), shape="bushy")
+
+
+def test_commit_beyond_the_capacity(model):
+    cache = KVCache(model.config, 4)
+    for rows in ([0, 1, 2, 3, 4], [4], [-1]):
+        with pytest.raises(ValueError, match="KVCache.commit"):
+            cache.commit(rows)
+    assert cache.length == 0

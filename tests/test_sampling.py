@@ -770,15 +770,12 @@ def test_pitfall_18_rejection_of_picked_drafts_through_generate(monkeypatch, opt
         assert deepest >= 2
 
 
-@pytest.mark.parametrize("sampled, V, length, options, runs", [
-    (True, 3, 4, dict(), 2400), (True, 4, 3, dict(top_p=.85), 1000), (False, 3, 3, dict(temperature=.8), 1000),
-], ids=str)
-def test_rejection_through_generate_with_real_dice(sampled, V, length, options, runs):
-    """The same over many seeds, nothing scripted: coins, draws and sampled siblings come from generate's own dice,
-    which must have nothing to do with one another, nor with the noise that ranks drafts."""
+@pytest.mark.parametrize("V, length, options, runs", [(3, 4, dict(), 2000), (4, 3, dict(top_p=.85), 1000)], ids=str)
+def test_rejection_through_generate_with_real_dice(V, length, options, runs):
+    """The same over many seeds, nothing scripted: coins, draws and sampled siblings come from generate's own dice."""
     model, transfer = tiny_model(V, seed=9, block_size=16, spread=.3)
     options, accepted = {"temperature": 1.0, **options}, Counter()
-    drafter, texts = sampled_drafter(transfer) if sampled else HiddenTransferDrafter(transfer, 3), []
+    drafter, texts = sampled_drafter(transfer), []
     for seed in range(runs):
         result = generate(model, [0, 1], drafter, Sampler(**options, seed=seed), length, verify="rejection")
         texts.append(tuple(result.token_ids))
@@ -787,6 +784,28 @@ def test_rejection_through_generate_with_real_dice(sampled, V, length, options, 
     law = law_of_texts(model_target(model, [0, 1], length, slow), length)
     assert_drawn_from(texts, {text: p for text, p in law.items() if p})
     assert accepted[1] > runs and accepted[2] > runs / 5           # both outcomes occurred
+
+
+def test_the_dice_of_rejection_are_not_the_noise_that_ranks_drafts():
+    """A poor draft, picked with the noise of its position: judged with that same noise, [.05, .15, .8] would shift."""
+    p, q, samples = float64([.05, .15, .8]), float64([[.8, .15, .05]]), []
+    for seed in range(4000):
+        sampler = Sampler(1.0, seed=seed)
+        tree = chain([0, rank_drafts(q.log(), sampler, 5, 1)[1][0][0]])
+        path, token = generation.judge(tree, torch.stack([p, p]).log(), 4, sampler, "rejection", sampler.generator(0))
+        samples.append(tree.tokens[1] if path[1:] else token)
+    assert_drawn_from(samples, dict(enumerate(p.tolist())))
+
+
+def test_every_sampled_tree_has_dice_of_its_own(monkeypatch):
+    """Siblings drawn with the same dice in pass after pass would follow what these dice have already let through."""
+    model, transfer = tiny_model(6, seed=3)
+    states = []
+    monkeypatch.setattr(drafters, "sample_tree", lambda root, parents, q, dice:
+                        states.append(dice.get_state().numpy().tobytes()) or sample_tree(root, parents, q, dice))
+    for seed in range(3):
+        generate(model, [0, 1], sampled_drafter(transfer), Sampler(1.0, seed=seed), 20, verify="rejection")
+    assert len(states) > 20 and len(set(states)) == len(states)
 
 
 def test_pitfall_22_filter_with_real_dice():

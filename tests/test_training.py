@@ -403,6 +403,19 @@ def test_what_a_run_prints(trained):
         assert float(tokens[0]) == 1 and all(float(a) <= float(b) for a, b in zip(tokens, tokens[1:]))
 
 
+def test_training_starts_from_the_closed_form(small, tmp_path):
+    """A run whose one step moves nothing ends at the ridge regression over --warm-start-tokens of the training text."""
+    train_maps(small, tmp_path, "--steps", 1, "--lr", 1e-12)
+    model, tokenizer = load_checkpoint(small / "tiny.pt")
+    args = train.parse_args(arguments(small, tmp_path, "--steps", 1))
+    stream = train.encode_texts(train.read_corpus(args.data)[0], tokenizer)
+    sums = train.ridge_sums(model, stream, args, 2)
+    assert 600 <= sums.rows < 600 + 2 * 32
+    expected = sums.fill(HiddenTransfer(model.config, [1, 2]))
+    for p, q in zip(load_transfer(tmp_path / "transfer.pt", model)[0].parameters(), expected.parameters()):
+        assert torch.allclose(p, q, rtol=1e-3, atol=1e-3)          # float16 on disk
+
+
 def test_training_improves_the_warm_start(small, tmp_path):
     """Many steps of distillation end below the loss of the closed form, on the same windows."""
     train_maps(small, tmp_path / "a", "--steps", 1, "--lr", 1e-12)
