@@ -32,7 +32,7 @@ class Sampler:
             raise ValueError(f"--top-p {self.top_p}: it must be above 0 and at most 1 (off)")
         if not 0 <= self.min_p < 1:
             raise ValueError(f"--min-p {self.min_p}: it must be at least 0 (off) and below 1")
-        if not 0 <= self.seed < 2 ** 64:
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2 ** 64:
             raise ValueError(f"--seed {self.seed}: it must be a whole number from 0 to 2**64 - 1")
 
     def choose(self, logits: torch.Tensor, position: int) -> int:
@@ -56,7 +56,8 @@ class Sampler:
         The filters follow one another as in the Hugging Face library: top-k, then top-p, then min-p, each on what
         the one before has left. temperature must be above 0.
         """
-        logp = F.log_softmax(logits.double() / self.temperature, dim=-1)
+        logits = logits.double()
+        logp = F.log_softmax((logits - logits.max()) / self.temperature, dim=-1)        # 0 at the best: no inf - inf however cold
         if 0 < self.top_k < len(logp):
             logp = logp.masked_fill(logp < logp.topk(self.top_k).values[-1], -math.inf)
         if self.top_p < 1:

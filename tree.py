@@ -149,7 +149,7 @@ def walk_rejection(tree: Tree, probs_of, coin, draw) -> tuple[list[int], int]:
         accepted = None
         for token, child in tree.children[node].items():
             proposal = q if q is not None else torch.zeros_like(p).index_fill_(0, torch.tensor(token), 1.0)
-            if coin(min(1.0, (p[token] / proposal[token]).item())):
+            if coin(min(1.0, (p[token] / proposal[token]).item()) if p[token] > 0 else 0.0):
                 accepted = child
                 break
             p = residual(p, proposal)

@@ -901,3 +901,21 @@ def test_perfect_drafts_are_all_accepted(settings):
 
         result = generate(model, prompt, Perfect(transfer, 3, shape="chain"), sampler, 19)
         assert result.token_ids == plain and result.accepted_per_pass == [1] + [3] * 6
+
+
+def test_pitfall_23_the_coldest_temperature():
+    """Pitfall 23: a temperature at which the logits themselves would overflow is argmax too, without nan."""
+    sampler = Sampler(1e-308)
+    assert sampler.probs(float64([1., 30.])).tolist() == [0, 1] and sampler.choose(float64([1., 30.]), 3) == 1
+
+
+def test_a_token_without_probability_is_never_accepted():
+    """0 / 0 is nan, and min(1, nan) is 1 in Python: a hand-made tree may hold a token that neither p nor q allows."""
+    tree = Tree([0, 0], [-1, 0], float64([[0, 1]]))
+    path, token = walk_rejection(tree, lambda node: float64([0, 1]), lambda chance: chance >= 1, lambda p: int(p.argmax()))
+    assert (path, token) == ([0], 1)
+
+
+def test_a_seed_is_a_whole_number():
+    with pytest.raises(ValueError, match="--seed"):
+        Sampler(seed=1.5)
