@@ -7,7 +7,7 @@ map needs no gradients. What is accumulated, in float64, is X'X and X'Y per bloc
 import torch
 from tqdm import tqdm
 
-from hidden_transfer import HiddenTransfer
+from hidden_transfer import HiddenTransfer, position_shift
 from model import causal_mask
 
 
@@ -26,9 +26,10 @@ def hidden_states(model, tokens: torch.Tensor) -> list[torch.Tensor]:
 class RidgeSums:
     """X'X and X'Y for all blocks and steps; `add` a batch at a time, then `solve`."""
 
-    def __init__(self, config, steps: int, device="cpu"):
+    def __init__(self, config, steps: int, device="cpu", shift_positions: bool = False):
+        """shift_positions: as for HiddenTransfer; the maps are then fitted to what the shift leaves."""
         C, L = config.n_embd, config.n_layer
-        self.steps, self.rows = steps, 0
+        self.steps, self.rows, self.shift_positions = steps, 0, shift_positions
         self.xx = torch.zeros(L, C + 1, C + 1, dtype=torch.float64, device=device)           # with a 1 for the bias
         self.xy = torch.zeros(L, steps, C + 1, C, dtype=torch.float64, device=device)
 
@@ -41,7 +42,10 @@ class RidgeSums:
             x = torch.cat([x, x.new_ones(len(x), 1)], dim=1)                # (B*n, C + 1)
             self.xx[t] += x.T @ x
             for i in range(1, self.steps + 1):
-                self.xy[t, i - 1] += x.T @ h[:, i:n + i].flatten(0, 1)
+                y = h[:, i:n + i]                                           # (B, n, C)
+                if self.shift_positions:
+                    y = y - position_shift(model, torch.arange(n, device=h.device), i)
+                self.xy[t, i - 1] += x.T @ y.flatten(0, 1)                  # (B*n, C)
         self.rows += len(tokens) * n
 
     def solve(self, t: int, i: int, ridge: float = 1e-3) -> torch.Tensor:

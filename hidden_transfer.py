@@ -6,7 +6,7 @@ the token i places ahead. The pseudo row climbs through the remaining frozen blo
 what its source row attends to and to the pseudo rows j <= i of the same source. No real row ever attends to a
 pseudo row, so the model's own logits are what they are without them. Norm and unembedding read the draft out.
 
-Departures from the paper: the maps start from ridge regression in closed form (train.py), and the pseudo rows of a
+Departures from the paper: the maps start from ridge regression in closed form (closed_form.py), and the pseudo rows of a
 pass may be computed after the walk, for the accepted node alone (`draft`), which gives the same drafts for
 fewer rows on machines where rows are not free.
 
@@ -56,10 +56,7 @@ class HiddenTransfer(nn.Module):
     def spawn(self, model, i, h, position_ids):
         """Pseudo hidden states of step i from h (B, S, C), the states of rows at position_ids (S,): (B, S, C)."""
         p = self.maps[i - 1](h)
-        if self.shift_positions:
-            ahead = (position_ids + i).clamp_max(model.config.block_size - 1)
-            p = p + model.positions(ahead) - model.positions(position_ids)
-        return p
+        return p + position_shift(model, position_ids, i) if self.shift_positions else p
 
     def forward(self, model: GPT, tokens, position_ids, mask, cache=None, sources=None):
         """One pass over T real rows that also computes the pseudo rows of the source rows.
@@ -131,6 +128,12 @@ class HiddenTransfer(nn.Module):
         real = torch.cat([mask, mask.new_zeros(len(mask), K * S)], dim=1)   # (T, committed + R)
         pseudo = torch.cat([mask[sources].repeat(K, 1), among], dim=1)      # (K*S, committed + R)
         return torch.cat([real, pseudo])
+
+
+def position_shift(model: GPT, position_ids, i: int):
+    """Learned positions: the embedding i places ahead minus that of position_ids (S,), (S, C); it stops at the last one."""
+    ahead = (position_ids + i).clamp_max(model.config.block_size - 1)
+    return model.positions(ahead) - model.positions(position_ids)
 
 
 def distillation_loss(teacher: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:

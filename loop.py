@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,9 @@ from tqdm import tqdm
 
 from checkpoint import load_file, save_file
 
-PLAN = ("steps", "batch", "accumulate", "length", "lr", "seed", "data", "checkpoint", "own_tokens", "transfer_layers")   # fixed over a run and its resumptions
+# What stays fixed over a run and its resumptions.
+PLAN = ("steps", "batch", "accumulate", "length", "lr", "seed", "data", "checkpoint", "revision", "position", "own_tokens",
+        "transfer_layers", "shift_positions")
 
 
 def fit(module, optimizers, loss_of, stream, args, label: str) -> list[tuple[int, float]]:

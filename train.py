@@ -54,7 +54,7 @@ def train_transfer(args) -> None:
     if args.own_tokens:
         stream = own_text(model, stream, args)
     if args.sweep:
-        return sweep(model, stream, exam, args)
+        return sweep(model, stream, exam, args) if main_process else None
     if not args.resume:
         ridge_sums(model, stream, args, len(transfer.layers)).fill(transfer)
         if main_process:
@@ -104,7 +104,7 @@ def own_text(model, stream, args):
 
 def ridge_sums(model, stream, args, steps: int) -> RidgeSums:
     """Accumulate the closed form over --warm-start-tokens tokens of the training text."""
-    sums, micro = RidgeSums(model.config, steps, args.device), 0
+    sums, micro = RidgeSums(model.config, steps, args.device, args.shift_positions), 0
     with tqdm(total=args.warm_start_tokens, desc="warm start", unit="token", dynamic_ncols=True) as bar:
         while sums.rows < args.warm_start_tokens:
             before = sums.rows

@@ -502,13 +502,13 @@ def test_filters_reach_the_sampler(files):
     assert decode_json(files, "--dtype", "float64", "--temperature", 2.0)["token_ids"] != greedy
 
 
-def test_auto_is_the_default(files):
-    """A size of the table that lies with the maps is measured and taken; the text is the same."""
-    usual = ["--checkpoint", files / "tiny.pt", "--transfer", files / "maps.pt", "--prompt", TEXT, "--max-new-tokens", NEW, "--json", "--dtype", "float64"]
-    status, out, err = call(generate.main, *usual)
-    report = json.loads(out)
-    assert (status, err) == (0, "") and report["tree_size"] in (1, 2, 4)
-    assert report["token_ids"] == decode_json(files, "--dtype", "float64")["token_ids"]
+def test_auto_takes_a_measured_size(files):
+    """A size of the table that lies with the maps is measured and taken; the text is the same. Not given, it is 16 nodes."""
+    report, usual = (decode_json(files, "--dtype", "float64", *more) for more in (["--tree-size", "auto"], []))
+    assert report["tree_size"] in (1, 2, 4) and report["token_ids"] == usual["token_ids"]
+    status, out, err = call(generate.main, "--checkpoint", files / "tiny.pt", "--transfer", files / "maps.pt", "--prompt", TEXT,
+                            "--max-new-tokens", NEW, "--json")
+    assert (status, err) == (0, "") and json.loads(out)["tree_size"] == 16
 
 
 @pytest.mark.parametrize("sources", [0, 1, 3, 4, 99])

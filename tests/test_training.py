@@ -403,6 +403,23 @@ def test_what_a_run_prints(trained):
         assert float(tokens[0]) == 1 and all(float(a) <= float(b) for a, b in zip(tokens, tokens[1:]))
 
 
+@pytest.mark.parametrize("shift_positions", [False, True])
+def test_what_the_closed_form_leaves_is_unrelated_to_its_input(shift_positions):
+    """The normal equations: with hardly any ridge, the error of the pseudo states is orthogonal to the states they come
+    from and to 1. With a position shift the map must be fitted to what the shift leaves, not to all of it."""
+    model, n = make_model("learned"), 10
+    tokens = torch.randint(VOCAB, (40, n + 2), generator=torch.Generator().manual_seed(0))
+    sums = RidgeSums(model.config, 2, shift_positions=shift_positions)
+    sums.add(model, tokens)
+    sums.solve = functools.partial(sums.solve, ridge=1e-12)
+    transfer = sums.fill(HiddenTransfer(model.config, [1, 2], shift_positions).double())
+    for i, t in ((1, 1), (2, 2)):
+        h = hidden_states(model, tokens)[t]
+        error = h[:, i:n + i] - transfer.spawn(model, i, h[:, :n], torch.arange(n))     # (B, n, C)
+        x = torch.cat([h[:, :n], torch.ones(40, n, 1)], dim=2).flatten(0, 1)            # (B*n, C + 1)
+        assert (x.T @ error.flatten(0, 1)).abs().max() < 1e-6 and error.abs().max() > 0.1
+
+
 def test_training_starts_from_the_closed_form(small, tmp_path):
     """A run whose one step moves nothing ends at the ridge regression over --warm-start-tokens of the training text."""
     train_maps(small, tmp_path, "--steps", 1, "--lr", 1e-12)
@@ -568,7 +585,7 @@ def test_resuming_a_finished_run(trained, small, tmp_path):
 
 @pytest.mark.parametrize("option, value", [
     ("--steps", 7), ("--batch", 3), ("--accumulate", 2), ("--length", 33), ("--lr", 0.002), ("--seed", 1), ("--data", "other"),
-    ("--checkpoint", "other.pt"), ("--transfer-layers", "2,2"), ("--transfer-layers", "1,2,2"), ("--own-tokens", 500),
+    ("--checkpoint", "other.pt"), ("--transfer-layers", "2,2"), ("--transfer-layers", "1,2,2"), ("--own-tokens", 500), ("--position", "learned"),
 ])
 def test_resuming_with_another_plan_is_refused(trained, small, tmp_path, option, value):
     """It could not end at the weights of an uninterrupted run; the message names what differs."""
