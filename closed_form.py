@@ -26,25 +26,29 @@ def hidden_states(model, tokens: torch.Tensor) -> list[torch.Tensor]:
 class RidgeSums:
     """X'X and X'Y for all blocks and steps; `add` a batch at a time, then `solve`."""
 
-    def __init__(self, config, steps: int, device="cpu", shift_positions: bool = False):
-        """shift_positions: as for HiddenTransfer; the maps are then fitted to what the shift leaves."""
+    def __init__(self, config, steps: int, device="cpu", shift_positions: bool = False, blocks=None):
+        """shift_positions: as for HiddenTransfer; the maps are then fitted to what the shift leaves. blocks: those that
+        matter, all by default."""
         C, L = config.n_embd, config.n_layer
+        self.blocks = set(range(L)) if blocks is None else set(blocks)
         self.steps, self.rows, self.shift_positions = steps, 0, shift_positions
         self.xx = torch.zeros(L, C + 1, C + 1, dtype=torch.float64, device=device)           # with a 1 for the bias
         self.xy = torch.zeros(L, steps, C + 1, C, dtype=torch.float64, device=device)
 
-    def add(self, model, tokens: torch.Tensor) -> None:
-        """tokens (B, T); the last `steps` rows have no full set of targets and are left out."""
-        n = tokens.shape[1] - self.steps
+    def add(self, model, tokens: torch.Tensor, first: int = 0) -> None:
+        """tokens (B, T), of which the rows from `first` on count; the last `steps` have no full set of targets and are left out."""
+        n = max(0, tokens.shape[1] - self.steps - first)
         for t, h in enumerate(hidden_states(model, tokens)):
-            h = h.double()
+            if t not in self.blocks:
+                continue
+            h = h[:, first:].double()                                       # (B, T - first, C)
             x = h[:, :n].flatten(0, 1)                                      # (B*n, C)
             x = torch.cat([x, x.new_ones(len(x), 1)], dim=1)                # (B*n, C + 1)
             self.xx[t] += x.T @ x
             for i in range(1, self.steps + 1):
                 y = h[:, i:n + i]                                           # (B, n, C)
                 if self.shift_positions:
-                    y = y - position_shift(model, torch.arange(n, device=h.device), i)
+                    y = y - position_shift(model, torch.arange(first, first + n, device=h.device), i)
                 self.xy[t, i - 1] += x.T @ y.flatten(0, 1)                  # (B*n, C)
         self.rows += len(tokens) * n
 

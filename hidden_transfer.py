@@ -83,15 +83,23 @@ class HiddenTransfer(nn.Module):
         including that row are committed. Only the blocks from the first transfer on run, on K rows instead of K
         times the tree. Equal to pseudo[:, row] of the one-pass forward.
         """
-        device = taps[0].device
-        source = torch.tensor([position], device=device)
-        seen = torch.ones(1, cache.length, dtype=torch.bool, device=device)
-        rope = model.rope(self.grow_positions(source, torch.tensor([0], device=device))[1:])    # (2, K, D)
-        mask = self.grow_mask(seen, torch.tensor([0], device=device))[1:]                       # (K, committed + K)
+        return self.draft_rows(model, [tap[:, row:row + 1] for tap in taps], torch.tensor([position], device=taps[0].device), cache)
+
+    def draft_rows(self, model: GPT, taps, position_ids, cache):
+        """The pseudo rows of S real rows that an earlier pass has computed: (1, S, K, C).
+
+        taps: K x (1, S, C), the states of these rows entering block t_i; position_ids (S,); cache: the rows 0, 1, 2, ...
+        of the sequence, of which each source sees those up to its own.
+        """
+        sources, device = torch.arange(len(position_ids), device=position_ids.device), position_ids.device
+        S = len(sources)
+        seen = torch.arange(cache.length, device=device) <= position_ids[:, None]               # (S, committed)
+        rope = self.grow_positions(position_ids, sources)[S:]                                   # (K*S,)
+        mask = self.grow_mask(seen, sources)[S:]                                                # (K*S, committed + K*S)
         x = taps[0][:, :0]                                                  # (1, 0, C): no real rows in this pass
-        x, _ = self.climb(model, x, 0, rope, mask, cache, min(self.layers),
-                          lambda i, _: self.spawn(model, i, taps[i - 1][:, row:row + 1], source))
-        return self.by_step(x, 1)
+        x, _ = self.climb(model, x, 0, model.rope(rope), mask, cache, min(self.layers),
+                          lambda i, _: self.spawn(model, i, taps[i - 1], position_ids))
+        return self.by_step(x, S)
 
     def climb(self, model, x, T, rope, mask, cache, first, spawn):
         """Blocks first .. L-1 on rows x (B, T, C), with spawn(i, x[:, :T]) appended at block t_i, if there is one."""
@@ -144,9 +152,9 @@ def distillation_loss(teacher: torch.Tensor, drafts: torch.Tensor) -> torch.Tens
     """
     N, losses = teacher.shape[1], []
     target = F.log_softmax(teacher.float(), dim=-1)
-    for i in range(1, drafts.shape[2] + 1):
+    for i, draft in enumerate(drafts.unbind(2), start=1):                   # (B, N, V) each: slices would make K full-size gradients
         if i < N:
-            draft = F.log_softmax(drafts[:, :N - i, i - 1].float(), dim=-1)             # (B, N - i, V)
+            draft = F.log_softmax(draft[:, :N - i].float(), dim=-1)                     # (B, N - i, V)
             losses.append(F.kl_div(draft, target[:, i:], reduction="none", log_target=True).sum(-1).mean())
     if not losses:
         raise ValueError(f"a sequence of {N} token has no row to learn from: at least 2 are needed")

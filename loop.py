@@ -16,16 +16,15 @@ from tqdm import tqdm
 from checkpoint import load_file, save_file
 
 # What stays fixed over a run and its resumptions.
-PLAN = ("steps", "batch", "accumulate", "length", "lr", "seed", "data", "checkpoint", "revision", "position", "own_tokens",
+PLAN = ("steps", "batch", "accumulate", "length", "lr", "seed", "data", "responses", "checkpoint", "revision", "position", "own_tokens",
         "transfer_layers", "shift_positions")
 
 
-def fit(module, optimizers, loss_of, stream, args, label: str) -> list[tuple[int, float]]:
-    """Minimise loss_of(tokens (B, length)) over windows of stream (N,); returns [(step, loss), ...].
+def fit(module, optimizers, loss_of, draw, args, label: str) -> list[tuple[int, float]]:
+    """Minimise loss_of(draw(step, micro)), micro counting the micro-batches of a step; returns [(step, loss), ...].
 
-    What is random in a step is drawn from (seed, step) alone, and the optimisers' state is saved, so a resumed run
-    goes through the same numbers. `--accumulate n` and n processes see the same windows. The state is kept in
-    out/<label>-state.pt. Ctrl-C ends the step, saves, and exits with status 130. ValueError for a loss that is not finite.
+    What draw gives depends on (seed, step, micro) alone, and the optimisers' state is saved, so a resumed run goes through
+    the same numbers. `--accumulate n` and n processes see the same data. The state is kept in out/<label>-state.pt. Ctrl-C ends the step, saves, and exits with status 130. ValueError for a loss that is not finite.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     state_file = Path(args.out) / f"{label}-state.pt"
@@ -43,7 +42,7 @@ def fit(module, optimizers, loss_of, stream, args, label: str) -> list[tuple[int
         for step in range(start, args.steps):
             total = 0.0
             for micro in range(rank, micro_batches, world):
-                loss = loss_of(windows(stream, args, step, micro).to(args.device)) / micro_batches
+                loss = loss_of(draw(step, micro)) / micro_batches
                 loss.backward()
                 total += loss.item()
             total, stopping = reduce_over_processes(parameters, total, stop.asked)
@@ -89,9 +88,14 @@ def schedule(step: int, steps: int) -> float:
     return min((step + 1) / max(1, steps // 50), 1 - step / steps)
 
 
+def generator_of(seed: int, step: int, micro: int) -> torch.Generator:
+    """Randomness of one micro-batch of one step."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence([seed, step, micro]).generate_state(1)[0]))
+
+
 def windows(stream, args, step: int, micro: int) -> torch.Tensor:
     """(batch, length) int64 token windows at random places of the stream (N,), at multiples of args.align."""
-    generator = torch.Generator().manual_seed(int(np.random.SeedSequence([args.seed, step, micro]).generate_state(1)[0]))
+    generator = generator_of(args.seed, step, micro)
     places = (len(stream) - args.length) // args.align + 1
     starts = (torch.randint(places, (args.batch,), generator=generator) * args.align).tolist()
     return torch.stack([torch.from_numpy(stream[s:s + args.length].astype("int64")) for s in starts])

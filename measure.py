@@ -52,23 +52,21 @@ def continue_greedily(model, prompts: list[list[int]], new: int) -> torch.Tensor
 
 
 @torch.inference_mode()
-def draft_whole(model, transfer, tokens: torch.Tensor, count: int):
-    """Drafts from every row of tokens (B, T) in one causal pass, as decoding would make them from that row.
+def draft_whole(model, transfer, tokens: torch.Tensor, count: int, first: int = 0):
+    """Drafts from the rows of a sequence, tokens (T,), in one causal pass, as decoding would make them from that row.
 
-    Returns scores and candidates, [B][T] -> K lists of `count`, best first, and the model's own argmax (B, T).
+    Returns scores and candidates, T - first lists of K lists of `count`, best first, and the model's own argmax (T - first,),
+    for the rows from `first` on.
     """
-    B, T = tokens.shape
-    device = tokens.device
-    scores, candidates, own = [], [], []
-    for row in tokens:                                                      # one sequence at a time bounds the memory
-        x, pseudo, _ = transfer(model, row[None], torch.arange(T, device=device), causal_mask(T, device=device))
-        logits = model.unembed(pseudo[0].flatten(0, 1))                     # (T, K, C) -> (T*K, V)
-        s, c = rank_drafts(logits, Sampler(), 0, count)
-        K = pseudo.shape[2]
-        scores.append([s[t * K:(t + 1) * K] for t in range(T)])
-        candidates.append([c[t * K:(t + 1) * K] for t in range(T)])
-        own.append(model.unembed(x[0]).argmax(-1))                          # (T,)
-    return scores, candidates, torch.stack(own)
+    T, device = len(tokens), tokens.device
+    x, pseudo, _ = transfer(model, tokens[None], torch.arange(T, device=device), causal_mask(T, device=device),
+                            sources=torch.arange(first, T, device=device))
+    K, scores, candidates = pseudo.shape[2], [], []
+    for part in pseudo[0].split(256):                                       # at most 256 sources' logits at a time
+        s, c = rank_drafts(model.unembed(part.flatten(0, 1)), Sampler(), 0, count)      # (S, K, C) -> (S*K, V)
+        scores += [s[k:k + K] for k in range(0, len(s), K)]
+        candidates += [c[k:k + K] for k in range(0, len(c), K)]
+    return scores, candidates, model.unembed(x[0, first:]).argmax(-1)
 
 
 def accepted_depths(scores, candidates, truth: list[int], sizes) -> list[int]:
@@ -87,60 +85,74 @@ def accepted_depths(scores, candidates, truth: list[int], sizes) -> list[int]:
     return [max([d for node, d in depths_by_node if node < size], default=0) for size in sizes]
 
 
-def tokens_per_pass(model, transfer, sequences: torch.Tensor, prompt: int, sizes=TREE_SIZES) -> dict[int, float]:
-    """Mean accepted tokens by tree size, by replaying greedy decoding on `sequences` (B, prompt + new).
+def tokens_per_pass(model, transfer, responses, sizes=TREE_SIZES, new: int = 128) -> dict[int, float]:
+    """Mean accepted tokens by tree size, over responses: pairs of tokens (T,) and how many of them are the prompt."""
+    totals = [replay(model, transfer, tokens, prompt, sizes, new) for tokens, prompt in responses]
+    emitted = sum(len(tokens) - prompt for tokens, prompt in responses)
+    return {size: emitted / sum(passes) for size, passes in zip(sizes, zip(*totals))}
 
-    The sequences are the model's own greedy continuations, so one causal pass gives every draft that decoding
-    could ask for, and the replay visits exactly the rows that decoding would visit.
+
+@torch.inference_mode()
+def replay(model, transfer, tokens: torch.Tensor, prompt: int, sizes=TREE_SIZES, new: int = 128) -> list[int]:
+    """How many passes greedy decoding takes for one response with trees of each size, by replaying it.
+
+    What follows the prompt in tokens (T,) is the model's own greedy continuation, at most `new` tokens, less where it came to its
+    end; so one causal pass gives every draft that decoding could ask for, and the replay visits exactly the rows that
+    decoding would visit.
     """
-    scores, candidates, _ = draft_whole(model, transfer, sequences, max(1, max(sizes) - 1))
-    last, passes = sequences.shape[1] - 1, [0] * len(sizes)
-    for b, sequence in enumerate(sequences.tolist()):
-        depths = []                                                         # by row, from the last row of the prompt on
-        for n in range(prompt - 1, last):
-            # Row n has just been accepted and token n + 1 chosen; the drafts made from row n are about n + 2, n + 3, ...
-            # Decoding drafts no deeper than it can still emit, its own token behind the drafts included.
-            truth = sequence[n + 2:]
-            room = max(0, len(truth) - 1)
-            depths.append(accepted_depths(scores[b][n][:room], candidates[b][n], truth, sizes))
-        for s in range(len(sizes)):
-            n = prompt - 1
-            passes[s] += 1                                                  # the prefill emits one token
-            while n + 1 < last:
-                passes[s] += 1
-                n += 1 + depths[n - prompt + 1][s]
-    new = (last + 1 - prompt) * len(sequences)
-    return {size: new / count for size, count in zip(sizes, passes)}
+    scores, candidates, _ = draft_whole(model, transfer, tokens, max(1, max(sizes) - 1), prompt - 1)
+    last, sequence, depths = len(tokens) - 1, tokens.tolist(), []           # depths: by row, from the last row of the prompt on
+    for n in range(prompt - 1, last):
+        # Row n has just been accepted and token n + 1 chosen; the drafts made from row n are about n + 2, n + 3, ...
+        # Decoding drafts no deeper than it can still emit, its own token behind the drafts included.
+        room = max(0, prompt + new - (n + 2) - 1)
+        at = n - prompt + 1
+        depths.append(accepted_depths(scores[at][:room], candidates[at], sequence[n + 2:], sizes))
+    counts = []
+    for s in range(len(sizes)):
+        n, passes = prompt - 1, 1                                           # the prefill emits one token
+        while n + 1 < last:
+            passes += 1
+            n += 1 + depths[n - prompt + 1][s]
+        counts.append(passes)
+    return counts
 
 
-@torch.inference_mode()
-def agreement(model, transfer, stream, windows: int = 40, length: int = 256) -> list[list[float]]:
-    """K rows: how often the model's own argmax is among the first 1, 2, 3, 5, 10 of a step's draft (held-out text)."""
-    length = min(length, model.config.block_size, len(stream))
+def even_windows(stream, windows: int = 40, length: int = 256, device="cpu") -> list[tuple[torch.Tensor, int]]:
+    """Windows (T,) at even distances from a stream of tokens (N,), as responses to a prompt of their first token."""
+    length = min(length, len(stream))
     starts = torch.linspace(0, len(stream) - length, windows).long().tolist()
-    tokens = torch.stack([torch.from_numpy(stream[s:s + length].astype("int64")) for s in starts])      # (B, T)
-    _, candidates, own = draft_whole(model, transfer, tokens.to(model.embedding.weight.device), max(RANKS))
-    table = []
-    for i in range(1, len(transfer.layers) + 1):
-        ranks = [candidates[b][n][i - 1].index(token) if token in candidates[b][n][i - 1] else max(RANKS)
-                 for b in range(windows) for n, token in enumerate(own[b].tolist()[i:])]
-        table.append([sum(rank < top for rank in ranks) / len(ranks) for top in RANKS])
-    return table
+    return [(torch.from_numpy(stream[s:s + length].astype("int64")).to(device), 1) for s in starts]
 
 
 @torch.inference_mode()
-def acceptance_by_rank(model, transfer, sequences, prompt: int, count: int = 32) -> list[list[float]]:
+def agreement(model, transfer, responses) -> list[list[float]]:
+    """K rows: how often the model's own argmax is among the first 1, 2, 3, 5, 10 of a step's draft, over responses: pairs of
+    tokens (T,) and how many of them are the prompt."""
+    hits, rows = [[0] * len(RANKS) for _ in transfer.layers], [0] * len(transfer.layers)
+    for tokens, prompt in responses:
+        _, candidates, own = draft_whole(model, transfer, tokens, max(RANKS), prompt - 1)
+        for i in range(1, len(hits) + 1):
+            for n, token in enumerate(own.tolist()[i:]):
+                row, rows[i - 1] = candidates[n][i - 1], rows[i - 1] + 1
+                rank = row.index(token) if token in row else max(RANKS)
+                hits[i - 1] = [count + (rank < top) for count, top in zip(hits[i - 1], RANKS)]
+    return [[count / max(1, total) for count in row] for row, total in zip(hits, rows)]
+
+
+@torch.inference_mode()
+def acceptance_by_rank(model, transfer, responses, count: int = 32) -> list[list[float]]:
     """K rows of `count`: how often the candidate of each rank is the token that greedy decoding emits (static trees)."""
-    _, candidates, _ = draft_whole(model, transfer, sequences, count)
-    table = [[0] * count for _ in transfer.layers]
-    rows = 0
-    for b, sequence in enumerate(sequences.tolist()):
+    table, rows = [[0] * count for _ in transfer.layers], 0
+    for tokens, prompt in responses:
+        _, candidates, _ = draft_whole(model, transfer, tokens, count, prompt - 1)
+        sequence = tokens.tolist()
         for n in range(prompt - 1, len(sequence) - 1 - len(table)):
             rows += 1
-            for k, row in enumerate(candidates[b][n]):
+            for k, row in enumerate(candidates[n - prompt + 1]):
                 if sequence[n + 2 + k] in row:
                     table[k][row.index(sequence[n + 2 + k])] += 1
-    return [sorted((hits / rows for hits in row), reverse=True) for row in table]       # far ranks are noisy; best_first wants them sorted
+    return [sorted((hits / max(1, rows) for hits in row), reverse=True) for row in table]   # far ranks are noisy; best_first wants them sorted
 
 
 # ----------------------------------------------------------------------------------------------- speed

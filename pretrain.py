@@ -16,7 +16,7 @@ from tqdm import tqdm
 from checkpoint import BASE, save_checkpoint
 from cli import written_whole
 from data import encode_texts, n_bytes, read_corpus
-from loop import fit
+from loop import fit, windows
 from model import GPT, GPTConfig, causal_mask
 from tokenizer import load_tokenizer, save_tokenizer, train_bpe
 
@@ -49,7 +49,8 @@ def train_base(args) -> None:
             logits = model(tokens[:, :-1], position_ids, mask)              # (B, T, V)
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())       # (B*T, V), (B*T,)
 
-    history = fit(model, make_optimizers(model, args.lr), torch.compile(loss_of) if args.compile else loss_of, stream, args, "base")
+    history = fit(model, make_optimizers(model, args.lr), torch.compile(loss_of) if args.compile else loss_of,
+                  lambda step, micro: windows(stream, args, step, micro).to(args.device), args, "base")
     bits = bits_per_byte(model.eval(), encode_texts(held_out, tokenizer), n_bytes(held_out))
     notes = {"bits_per_byte": bits, "tokens": args.steps * args.batch * args.accumulate * args.length, "final_loss": history[-1][1]}
     save_checkpoint(model, out / "base.pt", vocabulary_file.name, notes)

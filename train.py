@@ -12,9 +12,7 @@ base model's own next-token distribution and the one read out of the pseudo row.
 """
 import argparse
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -22,17 +20,16 @@ from tqdm import tqdm
 from checkpoint import BASE, CHECKPOINT_HELP, load_checkpoint, save_transfer
 from cli import Parser, has_fast_bfloat16, pick_device, positive, run, writable_folder, written_whole
 from closed_form import RidgeSums
-from data import encode_texts, read_corpus
-from hidden_transfer import HiddenTransfer, distillation_loss
-from loop import fit, set_up_processes, windows
-from measure import (RANKS, TREE_SIZES, acceptance_by_rank, agreement, continue_greedily, cut_prompts, tokens_per_pass)
-from model import causal_mask
+from distillation import NEW, Exam, FromResponses, FromText
+from hidden_transfer import HiddenTransfer
+from loop import fit, set_up_processes
+from measure import RANKS, TREE_SIZES, acceptance_by_rank, agreement, tokens_per_pass
 from pretrain import train_base
 
-LAYERS = [6, 6, 6, 6]               # the block of each transfer step for the checkpoint that ships: see --sweep
-PROMPTS, PROMPT, NEW = 50, 32, 128  # held-out prompts, their length and what is generated from them
-DEFAULTS = {                        # per stage: what the command line leaves open
+STEPS = 4           # transfer steps, all at three quarters of the blocks unless --transfer-layers says otherwise: see --sweep
+DEFAULTS = {        # per stage, and for --responses: what the command line leaves open
     "transfer": {"steps": 300, "batch": 2, "accumulate": 4, "length": 256, "lr": 3e-3, "save_every": 50},
+    "responses": {"steps": 600, "batch": 1, "accumulate": 8, "length": 0, "lr": 1e-3, "save_every": 50},
     "base": {"steps": 2000, "batch": 16, "accumulate": 1, "length": 513, "lr": 6e-3, "save_every": 100},
 }
 
@@ -40,116 +37,72 @@ DEFAULTS = {                        # per stage: what the command line leaves op
 def train_transfer(args) -> None:
     """Warm start, distillation and a table after each; saves transfer.pt and training.png in the folder --out."""
     model, tokenizer = load_checkpoint(args.checkpoint, torch.float32, args.device, args.revision)
-    args.length = min(args.length, model.config.block_size)
-    stream, held_out = (encode_texts(texts, tokenizer) for texts in read_corpus(args.data))
-    for kind, tokens in (("training", stream), ("held-out", held_out)):
-        if len(tokens) < args.length:
-            raise ValueError(f"--data: {len(tokens)} {kind} tokens are fewer than one window of --length {args.length}")
-    transfer = HiddenTransfer(model.config, args.transfer_layers, args.shift_positions).to(args.device)
-    if args.length <= len(transfer.layers):
-        raise ValueError(f"--length {args.length} is too short for {len(transfer.layers)} transfer steps")
+    if args.data is None and args.responses is None and getattr(tokenizer, "chat_template", None) is not None:
+        args.responses = str(Path(args.out) / "responses.pt")
+    settle(args, "responses" if args.responses else "transfer")
+    layers = args.transfer_layers or [3 * model.config.n_layer // 4] * STEPS
+    transfer = HiddenTransfer(model.config, layers, args.shift_positions).to(args.device)
+    lessons = (FromResponses if args.responses else FromText)(model, tokenizer, args, len(layers))
     main_process = not dist.is_initialized() or dist.get_rank() == 0
-    if main_process:
-        exam = make_exam(model, held_out)
-    if args.own_tokens:
-        stream = own_text(model, stream, args)
     if args.sweep:
-        return sweep(model, stream, exam, args) if main_process else None
+        return sweep(model, lessons, len(layers), args) if main_process else None
     if not args.resume:
-        ridge_sums(model, stream, args, len(transfer.layers)).fill(transfer)
+        ridge_sums(model, lessons, args, len(layers), layers).fill(transfer)
         if main_process:
-            print_tables("after the warm start (closed form)", transfer.layers, *evaluate(model, transfer, exam))
+            print_tables("after the warm start (closed form)", layers, *evaluate(model, transfer, lessons.exam), lessons.exam)
 
-    position_ids, mask = torch.arange(args.length, device=args.device), causal_mask(args.length, device=args.device)
-
-    def loss_of(tokens):
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=args.autocast):
-            x, pseudo, _ = transfer(model, tokens, position_ids, mask)
-            return distillation_loss(model.unembed(x), model.unembed(pseudo))
+    def loss_of(batch):
+        with torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.autocast):
+            return lessons.loss(transfer, batch)
 
     optimizer = torch.optim.AdamW(transfer.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0)
-    history = fit(transfer, [optimizer], loss_of, stream, args, "transfer")
+    history = fit(transfer, [optimizer], loss_of, lessons.draw, args, "transfer")
     if main_process:
-        rows, table = evaluate(model, transfer, exam)
-        print_tables("after distillation", transfer.layers, rows, table)
+        rows, table = evaluate(model, transfer, lessons.exam)
+        print_tables("after distillation", layers, rows, table, lessons.exam)
         notes = {"agreement": rows, "tokens_per_pass": table, "steps": args.steps,
-                 "tokens": args.steps * args.batch * args.accumulate * args.length,
-                 "acceptance": acceptance_by_rank(model, transfer, exam.sequences, exam.prompt)}
+                 "acceptance": acceptance_by_rank(model, transfer, lessons.exam.responses)}
         save_transfer(transfer, model, Path(args.out) / "transfer.pt", notes)
         plot_training(history, rows, table, Path(args.out) / "training.png")
         print(f"saved {args.out}/transfer.pt and {args.out}/training.png; "
               f"try: python generate.py --transfer {args.out}/transfer.pt")
 
 
-def own_text(model, stream, args):
-    """Text that the model writes itself, (N,): half of it, the other half being the text it started from.
-
-    The maps are used on what the model writes, so that is what they learn most from. Sequences of --length tokens: a
-    prompt from the training text and its greedy continuation, then the same stretch of the training text. Windows are
-    drawn at multiples of the length, one sequence each.
-    """
-    batch, sequences = 128, []
-    count = max(1, args.own_tokens // (2 * args.length))
-    prompt = min(PROMPT, args.length // 2)
-    with tqdm(total=count * args.length, desc="own text", unit="token", dynamic_ncols=True) as bar:
-        for micro in range(0, count, batch):
-            wanted = argparse.Namespace(**vars(args) | {"batch": min(batch, count - micro)})
-            text = windows(stream, wanted, args.steps + 1, micro)           # (B, length)
-            own = continue_greedily(model, text[:, :prompt].tolist(), args.length - prompt).cpu()
-            sequences += [own, text]
-            bar.update(own.numel())
-    args.align = args.length
-    return torch.cat(sequences).flatten().numpy()                           # (2 * count, length) -> (N,)
-
-
-def ridge_sums(model, stream, args, steps: int) -> RidgeSums:
-    """Accumulate the closed form over --warm-start-tokens tokens of the training text."""
-    sums, micro = RidgeSums(model.config, steps, args.device, args.shift_positions), 0
+def ridge_sums(model, lessons, args, steps: int, blocks=None) -> RidgeSums:
+    """Accumulate the closed form over --warm-start-tokens tokens that no training step sees."""
+    sums, n = RidgeSums(model.config, steps, args.device, args.shift_positions, blocks), 0
     with tqdm(total=args.warm_start_tokens, desc="warm start", unit="token", dynamic_ncols=True) as bar:
         while sums.rows < args.warm_start_tokens:
             before = sums.rows
-            sums.add(model, windows(stream, args, args.steps, micro).to(args.device))     # windows no training step sees
+            lessons.add_to(sums, n)
             bar.update(sums.rows - before)
-            micro += 1
+            n += 1
     return sums
 
 
-def sweep(model, stream, exam, args) -> None:
+def sweep(model, lessons, steps: int, args) -> None:
     """Print the worth of the closed form at every block: tokens per pass, and each step's top-1 agreement."""
-    steps = len(args.transfer_layers)
-    sums, sizes = ridge_sums(model, stream, args, steps), (4, 16, 64)
+    sums, sizes = ridge_sums(model, lessons, args, steps), (4, 16, 64)
     print("block " + "".join(f"{f'{size} nodes':>10}" for size in sizes) + "".join(f"{f'step {i}':>9}" for i in range(1, steps + 1)))
     print("      " + f"{'tokens per pass':>{10 * len(sizes)}}" + f"{'top-1 agreement':>{9 * steps}}")
     for t in range(model.config.n_layer):
         transfer = sums.fill(HiddenTransfer(model.config, [t] * steps, args.shift_positions).to(args.device))
-        rows, table = evaluate(model, transfer, exam, sizes)
+        rows, table = evaluate(model, transfer, lessons.exam, sizes)
         print(f"{t:5} " + "".join(f"{table[size]:10.3f}" for size in sizes) + "".join(f"{row[0]:9.3f}" for row in rows), flush=True)
-
-
-class Exam(NamedTuple):
-    """What the maps are measured on: held-out text (N,), and the base's greedy continuations (B, prompt + new) of it."""
-    stream: np.ndarray
-    sequences: torch.Tensor
-    prompt: int
-
-
-def make_exam(model, held_out) -> Exam:
-    prompt = min(PROMPT, model.config.block_size // 2)                      # a short context leaves room for less
-    new = min(NEW, model.config.block_size - prompt)
-    return Exam(held_out, continue_greedily(model, cut_prompts(held_out, PROMPTS, prompt), new), prompt)
 
 
 def evaluate(model, transfer, exam: Exam, sizes=TREE_SIZES):
     """(agreement by step and rank on held-out text, tokens per pass by tree size on held-out prompts)."""
-    return agreement(model, transfer, exam.stream), tokens_per_pass(model, transfer, exam.sequences, exam.prompt, sizes)
+    return agreement(model, transfer, exam.text), tokens_per_pass(model, transfer, exam.responses, sizes, NEW)
 
 
-def print_tables(title: str, layers, rows, table) -> None:
+def print_tables(title: str, layers, rows, table, exam: Exam) -> None:
     print(f"\n{title}\nagreement of each transfer step's draft with the model's own argmax, held-out text\n"
           "step  block" + "".join(f"{f'top-{rank}':>8}" for rank in RANKS))
     for i, (t, row) in enumerate(zip(layers, rows), start=1):
         print(f"{i:4} {t:6}" + "".join(f"{share:8.3f}" for share in row))
-    print(f"tokens per pass, greedy, {PROMPTS} held-out prompts, {NEW} new tokens each\n"
+    longest = max(len(tokens) - prompt for tokens, prompt in exam.responses)
+    print(f"tokens per pass, greedy, {len(exam.responses)} held-out prompts, at most {longest} new tokens each\n"
           "tree size" + "".join(f"{size:7}" for size in table) + "\n"
           "tokens   " + "".join(f"{tokens:7.2f}" for tokens in table.values()) + "\n", flush=True)
 
@@ -175,12 +128,15 @@ def plot_training(history, rows, table, path: Path) -> None:
 
 def parse_args(argv=None):
     p = Parser("Train transfer maps (or the base model they are for).")
-    p.add_argument("--stage", choices=list(DEFAULTS), default="transfer", help="what to train")
+    p.add_argument("--stage", choices=["transfer", "base"], default="transfer", help="what to train")
     p.add_argument("--checkpoint", default=str(BASE), help=f"what the maps are for; {CHECKPOINT_HELP}")
     p.add_argument("--revision", help="branch, tag or commit of a --checkpoint from the hub")
     p.add_argument("--data", help="file or folder of UTF-8 text; if not given, the Python standard library")
+    p.add_argument("--responses", help="learn from the answers in this file, which responses.py writes (or this command, if it is not there); "
+                                       "the default for a checkpoint with a chat template, as out/responses.pt, unless --data is given")
+    p.add_argument("--keep-gb", type=float, default=4.0, help="--responses: memory for hidden states, keys and values of the base")
     p.add_argument("--out", default="out", help="folder for what is saved")
-    p.add_argument("--transfer-layers", type=layer_list, default=LAYERS, help="block of each transfer step, as in 6,6,6")
+    p.add_argument("--transfer-layers", type=layer_list, help="block of each transfer step, as in 6,6,6; if not given, four steps at three quarters of the blocks")
     p.add_argument("--shift-positions", action="store_true", help="add the difference of position embeddings (learned positions)")
     p.add_argument("--sweep", action="store_true", help="print the worth of every transfer block, and stop")
     p.add_argument("--warm-start-tokens", type=positive, default=100_000, help="rows of text for the closed form")
@@ -199,15 +155,19 @@ def parse_args(argv=None):
     p.add_argument("--new-tokenizer", action="store_true", help="base stage: train a vocabulary on the corpus first")
     args = p.parse_args(argv)
     args.align = 1                                                          # windows start at multiples of this
-    for name, value in DEFAULTS[args.stage].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
     for name in ("seed", "own_tokens"):
         if getattr(args, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be 0 or more")
-    if not 0 < args.lr < float("inf"):
+    if args.lr is not None and not 0 < args.lr < float("inf"):
         raise ValueError(f"--lr {args.lr}: it must be a positive number")
     return args
+
+
+def settle(args, kind: str) -> None:
+    """Fill in what the command line left open."""
+    for name, value in DEFAULTS[kind].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
 
 
 def layer_list(text: str) -> list[int]:
@@ -223,7 +183,11 @@ def main() -> None:
     args.device = set_up_processes(pick_device(args.device))
     args.autocast = args.autocast == "on" or args.autocast == "auto" and has_fast_bfloat16(args.device)
     try:
-        train_base(args) if args.stage == "base" else train_transfer(args)
+        if args.stage == "base":
+            settle(args, "base")
+            train_base(args)
+        else:
+            train_transfer(args)
         if dist.is_initialized():
             dist.barrier()                                                  # a process that leaves early takes the others down
     finally:

@@ -1,0 +1,199 @@
+"""
+What the maps of an instruct model learn from: answers that the model writes itself, to prompts of our own (prompts.py).
+
+    python responses.py --checkpoint HuggingFaceTB/SmolLM2-135M-Instruct --out out/responses.pt
+    python train.py --checkpoint HuggingFaceTB/SmolLM2-135M-Instruct --responses out/responses.pt
+
+Greedy, in the model's chat template where it has one. The file is saved as it grows: Ctrl-C loses little, and the same
+command goes on.
+"""
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from chat import chat_prompt
+from checkpoint import CHECKPOINT_HELP, DTYPES, fingerprint, load_checkpoint, load_file, save_file
+from cli import Parser, has_fast_bfloat16, pick_device, positive, run, writable_folder
+from model import KVCache, causal_mask
+from prompts import passage_prompts, prompts_about, standalone_prompts
+
+HELD_OUT = 25               # every 25th answer is kept from training
+COUNT, NEW, BATCH = 3000, 128, 128     # prompts, longest answer in tokens, prompts answered at a time
+LONG, STEP = 200, 16        # prompts longer than LONG tokens lose a few, so that many have the same length
+
+
+class Response(NamedTuple):
+    tokens: torch.Tensor    # (T,) prompt and answer, with the end token where the answer came to its end
+    prompt: int             # how many of them are the prompt
+
+
+def wrap(tokenizer, text: str) -> tuple[list[int], set[int]]:
+    """(token ids of a prompt, ids that end the answer); a model without a chat template just goes on with the text."""
+    if getattr(tokenizer, "chat_template", None) is not None:
+        return chat_prompt(tokenizer, text)
+    return tokenizer.prefix + tokenizer.encode_ordinary(text + "\n\n"), set(tokenizer.end_tokens)
+
+
+@torch.inference_mode()
+def answer(model, prompts: list[list[int]], ends: set[int], new: int) -> list[list[int]]:
+    """Greedy continuations of prompts of one length, up to `new` tokens or an end token, decoded as one batch."""
+    device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
+    fed = torch.tensor(prompts, device=device)                              # (B, T)
+    cache = KVCache(model.config, fed.shape[1] + new, len(prompts), dtype, device)
+    mask, alive, answers = causal_mask(fed.shape[1], device=device), list(range(len(prompts))), [[] for _ in prompts]
+    for _ in range(new):
+        position_ids = torch.arange(cache.length, cache.length + fed.shape[1], device=device)
+        logits = model(fed, position_ids, mask, cache, slice(-1, None))     # (B, 1, V)
+        cache.commit(list(range(fed.shape[1])))
+        fed = logits.argmax(-1)                                             # (B, 1)
+        for row, token in zip(alive, fed[:, 0].tolist()):
+            if not answers[row] or answers[row][-1] not in ends:
+                answers[row].append(token)
+        going = [k for k, row in enumerate(alive) if answers[row][-1] not in ends]
+        if not going:
+            break
+        if 4 * len(going) < 3 * len(alive):                                 # rows that have ended are carried along, but not for long
+            alive, fed, cache.data = [alive[k] for k in going], fed[going], cache.data[:, :, going]
+        mask = torch.ones(1, cache.length + 1, dtype=torch.bool, device=device)
+    return answers
+
+
+def batches_of_one_length(prompts: dict[int, list[int]], batch: int) -> list[list[int]]:
+    """Keys of prompts (token ids by key), in batches within which all are equally long."""
+    by_length = defaultdict(list)
+    for key, ids in prompts.items():
+        by_length[len(ids)].append(key)
+    return [keys[k:k + batch] for _, keys in sorted(by_length.items()) for k in range(0, len(keys), batch)]
+
+
+def even_length(ids: list[int], limit: int) -> list[int]:
+    """A long prompt without a few tokens of its middle: at most `limit` tokens, and a multiple of STEP of them."""
+    if len(ids) <= min(LONG, limit):
+        return ids
+    keep = min(len(ids), limit) // STEP * STEP
+    return ids[:keep // 2] + ids[len(ids) - (keep - keep // 2):]
+
+
+class ResponseFile:
+    """The answers so far, by the number of their prompt, and the file they are kept in."""
+
+    def __init__(self, path, plan: dict):
+        """plan: what the answers depend on. ValueError if the file holds those of another plan."""
+        self.path, self.plan, self.found = Path(path), plan, {}
+        if self.path.exists():
+            contents = load_file(path, "responses", "--out")
+            if contents["plan"] != plan:
+                odd = [f"{name} {value}" for name, value in contents["plan"].items() if plan.get(name) != value and name != "base"]
+                raise ValueError(f"--out {path} holds other answers ({', '.join(odd) or 'of another model'}): give another name, or delete it")
+            self.found = unpack(contents)
+
+    def save(self) -> None:
+        keys = sorted(self.found)
+        rows = [self.found[key] for key in keys]
+        save_file({"kind": "responses", "plan": self.plan, "keys": keys, "prompts": [row.prompt for row in rows],
+                   "lengths": [len(row.tokens) for row in rows],
+                   "tokens": torch.cat([row.tokens for row in rows]).int() if rows else torch.zeros(0, dtype=torch.int)}, self.path)
+
+
+def unpack(contents: dict) -> dict[int, Response]:
+    tokens = contents["tokens"].long().split(contents["lengths"])
+    return {key: Response(row, prompt) for key, row, prompt in zip(contents["keys"], tokens, contents["prompts"])}
+
+
+def is_complete(path) -> bool:
+    """Whether there is a file of answers, and all its prompts are answered."""
+    if not Path(path).exists():
+        return False
+    contents = load_file(path, "responses", "--responses")
+    return len(contents["keys"]) == contents["plan"]["count"]
+
+
+def load_responses(path, model) -> list[Response]:
+    """All answers in a file, in the order of their prompts. ValueError if another model wrote them."""
+    contents = load_file(path, "responses", "--responses")
+    if contents["plan"]["base"] != fingerprint(model):
+        raise ValueError(f"--responses {path} was written by another model (python responses.py --checkpoint ... writes some)")
+    return [response for _, response in sorted(unpack(contents).items())]
+
+
+def write_responses(model, tokenizer, path, count: int = COUNT, new: int = NEW, seed: int = 0, batch: int = BATCH) -> None:
+    """Let the model answer `count` prompts with up to `new` tokens each, into the file `path`; goes on where it had stopped.
+
+    A tenth of the prompts asks for passages, a quarter is about these passages.
+    """
+    file = ResponseFile(path, {"base": fingerprint(model), "count": count, "new": new, "seed": seed})
+    passages, about = max(1, count // 10), count // 4
+    limit = model.config.block_size - new
+    if limit < 64:
+        raise ValueError(f"--new {new} leaves no room for prompts in a context of {model.config.block_size} tokens")
+    with tqdm(total=count, initial=len(file.found), desc="answers", unit="prompt", dynamic_ncols=True) as bar:
+        try:
+            texts = passage_prompts(passages, seed)
+            written = answer_all(model, tokenizer, file, 0, texts, new, limit, batch, bar)
+            texts = prompts_about([tokenizer.decode(tokens) for tokens in written], about, seed)
+            answer_all(model, tokenizer, file, passages, texts, new, min(limit, 1024), batch, bar)
+            texts = standalone_prompts(count - passages - about, seed)
+            answer_all(model, tokenizer, file, passages + about, texts, new, limit, batch, bar)
+        except KeyboardInterrupt:
+            file.save()
+            bar.close()
+            print(f"stopped after {len(file.found)} of {count} answers; the same command goes on")
+            sys.exit(130)
+    tokens = sum(len(row.tokens) - row.prompt for row in file.found.values())
+    print(f"{count} answers with {tokens} tokens in {path}")
+
+
+def answer_all(model, tokenizer, file: ResponseFile, first: int, texts: list[str], new, limit, batch, bar) -> list[list[int]]:
+    """Answer the prompts `texts`, numbered from `first` on, unless the file holds their answers; all answers, without end tokens."""
+    prompts, ends = {}, set()
+    for key, text in enumerate(texts, start=first):
+        ids, ends = wrap(tokenizer, text)
+        prompts[key] = even_length(ids, limit)
+    todo = {key: ids for key, ids in prompts.items() if key not in file.found}
+    for n, keys in enumerate(batches_of_one_length(todo, batch)):
+        for key, tokens in zip(keys, answer(model, [todo[key] for key in keys], ends, new)):
+            file.found[key] = Response(torch.tensor(todo[key] + tokens), len(todo[key]))
+        tokens = sum(len(row.tokens) - row.prompt for row in file.found.values())
+        bar.set_postfix_str(f"{tokens} tokens", refresh=False)
+        bar.update(len(keys))
+        if n % 20 == 19:
+            file.save()
+    file.save()
+    rows = (file.found[key] for key in prompts)
+    return [[token for token in row.tokens[row.prompt:].tolist() if token not in ends] for row in rows]
+
+
+def held_out(responses: list[Response]) -> tuple[list[Response], list[Response]]:
+    """(for training, held out): answers of at least two tokens."""
+    usable = [row for row in responses if len(row.tokens) - row.prompt > 1]
+    return [row for n, row in enumerate(usable) if n % HELD_OUT], usable[::HELD_OUT]
+
+
+def main() -> None:
+    p = Parser("Let a model answer a few thousand prompts: the text that its transfer maps learn from.")
+    p.add_argument("--checkpoint", required=True, help=CHECKPOINT_HELP)
+    p.add_argument("--revision", help="branch, tag or commit of a --checkpoint from the hub")
+    p.add_argument("--out", default="out/responses.pt", help="file for the answers")
+    p.add_argument("--count", type=positive, default=COUNT, help="number of prompts")
+    p.add_argument("--new", type=positive, default=NEW, help="longest answer, in tokens")
+    p.add_argument("--batch", type=positive, default=BATCH, help="prompts answered at a time")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, mps, or auto")
+    p.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: bfloat16 where it is fast, float32 elsewhere")
+    args = p.parse_args()
+    device = pick_device(args.device)
+    dtype = DTYPES.get(args.dtype) or (torch.bfloat16 if has_fast_bfloat16(device) else torch.float32)
+    writable_folder(Path(args.out).parent)
+    model, tokenizer = load_checkpoint(args.checkpoint, dtype, device, args.revision)
+    if tokenizer is None:
+        raise ValueError(f"--checkpoint {args.checkpoint} has no tokenizer, so it cannot be asked anything")
+    write_responses(model, tokenizer, args.out, args.count, args.new, args.seed, args.batch)
+
+
+if __name__ == "__main__":
+    run(main)
