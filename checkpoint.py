@@ -183,9 +183,18 @@ def save_transfer(transfer: HiddenTransfer, model: GPT, path, notes: dict | None
 
 
 def load_transfer(path, model: GPT):
-    """(HiddenTransfer in the model's dtype and device, notes). ValueError if the maps were made for another base."""
+    """(HiddenTransfer in the model's dtype and device, notes). ValueError if the maps were made for another base.
+
+    path: None stands for those in checkpoints/ that were made for this one.
+    """
+    base = fingerprint(model)
+    if path is None:
+        path = next((file for file in sorted(TRANSFER.parent.glob("transfer*.pt")) if load_file(file, "transfer", "--transfer").get("base") == base), None)
+        if path is None:
+            raise ValueError("--transfer: no maps for this base model ship with the code; train some (python train.py --checkpoint ...) "
+                             "and name them, or decode plainly (--method autoregressive)")
     contents = load_file(path, "transfer", "--transfer")
-    if contents.get("base") != fingerprint(model):
+    if contents.get("base") != base:
         raise ValueError(f"--transfer {path} was trained for another base model; "
                          "train maps for this one (python train.py --checkpoint ...) or decode plainly (--method autoregressive)")
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from chat import chat_prompt
-from checkpoint import BASE, CHECKPOINT_HELP, DTYPES, TRANSFER, load_checkpoint, load_transfer
+from checkpoint import BASE, CHECKPOINT_HELP, DTYPES, load_checkpoint, load_transfer
 from cli import Parser, pick_device, run
 from display import Display, summary
 from drafters import MAX_TREE_SIZE, Autoregressive, HiddenTransferDrafter, Round
@@ -186,7 +186,7 @@ def parse_args(argv=None):
     p.add_argument("--chat", action="store_true", help="put the prompt into the model's own chat template, and stop where its turn ends")
     p.add_argument("--checkpoint", default=str(BASE), help=CHECKPOINT_HELP)
     p.add_argument("--revision", help="branch, tag or commit of a --checkpoint from the hub")
-    p.add_argument("--transfer", default=str(TRANSFER), help="its transfer maps, from train.py")
+    p.add_argument("--transfer", help="its transfer maps, from train.py; if not given, those that ship for this base model")
     p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, mps, or auto")
     p.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: bfloat16 on CUDA, float32 elsewhere")
     p.add_argument("--stop-at-end", action=argparse.BooleanOptionalAction, default=True, help="stop at the end-of-text token")
@@ -264,7 +264,7 @@ def make_drafter(args, model, prompt_ids):
         return HiddenTransferDrafter(transfer, size, sources, "best-first", notes.get("acceptance"), args.verify == "rejection")
 
     if size is None and "tokens_per_pass" not in notes:
-        raise ValueError(f"--transfer {args.transfer} holds no measured table for --tree-size auto: give a number of nodes")
+        raise ValueError(f"--transfer {args.transfer or ''} holds no measured table for --tree-size auto: give a number of nodes")
     if size is None:
         from measure import choose_tree_size                                # measure.py builds on this file
         size, sources, _ = choose_tree_size(model, drafter_of, notes["tokens_per_pass"], prompt_ids)

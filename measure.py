@@ -11,7 +11,7 @@ import time
 import torch
 from tqdm import tqdm
 
-from checkpoint import BASE, CHECKPOINT_HELP, DTYPES, TRANSFER, load_checkpoint, load_transfer
+from checkpoint import BASE, CHECKPOINT_HELP, DTYPES, load_checkpoint, load_transfer
 from cli import Parser, pick_device, positive, run
 from data import encode_texts, n_bytes, read_corpus
 from drafters import HiddenTransferDrafter, rank_drafts
@@ -274,7 +274,7 @@ def main() -> None:
     p = Parser("Paired speed of hidden transfer against plain decoding, by tree size and place of drafting.")
     p.add_argument("--checkpoint", default=str(BASE), help=CHECKPOINT_HELP)
     p.add_argument("--revision", help="branch, tag or commit of a --checkpoint from the hub")
-    p.add_argument("--transfer", default=str(TRANSFER))
+    p.add_argument("--transfer", help="its transfer maps, from train.py; if not given, those that ship for this base model")
     p.add_argument("--data", help="text to cut held-out prompts from; if not given, the Python standard library")
     p.add_argument("--prompts", type=positive, default=5, help="number of held-out prompts, 32 tokens each")
     p.add_argument("--max-new-tokens", type=positive, default=128)

@@ -4,6 +4,7 @@ Training: transfer maps on a frozen base (the default), or that base itself.
     python train.py                              # maps for the checkpoint that ships; minutes on a laptop
     python train.py --sweep                      # which block to transfer at: the closed form at every block
     python train.py --data my_texts/             # on text of your own
+    python train.py --checkpoint MODEL           # another model; one with a chat template learns from its own answers
     python train.py --stage base                 # the base model, from nothing (pretrain.py)
     torchrun --nproc-per-node 2 train.py         # several processes
 
