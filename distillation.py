@@ -2,6 +2,7 @@
 What the maps are distilled on: text (FromText), or a model's answers to prompts (FromResponses). Both offer the same:
 
     exam                        held-out data that maps are measured on
+    rows                        source rows of a micro-batch, on average
     draw(step, micro)           the data of a micro-batch; depends on (--seed, step, micro) alone
     add_to(sums, n)             adds the n-th piece of data that no training step draws to the closed form
     loss(transfer, batch)       the distillation loss of what `draw` gave
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from baselines.medusa import own_loss
 from data import encode_texts, read_corpus
 from hidden_transfer import distillation_loss
 from loop import generator_of, windows
@@ -47,6 +49,7 @@ class FromText:
         if args.own_tokens:
             self.stream = own_text(model, self.stream, args)
         self.model = matrices_in_bfloat16(model) if args.autocast else model
+        self.rows = args.batch * args.length
         self.position_ids, self.mask = torch.arange(args.length, device=args.device), causal_mask(args.length, device=args.device)
 
     def draw(self, step: int, micro: int) -> torch.Tensor:
@@ -59,7 +62,8 @@ class FromText:
     def loss(self, transfer, tokens) -> torch.Tensor:
         """Every row is a source."""
         x, pseudo, _ = transfer(self.model, tokens, self.position_ids, self.mask)
-        return distillation_loss(self.model.unembed(x), self.model.unembed(pseudo))
+        drafts = transfer.read_out(self.model, pseudo)                      # (B, T, K, V)
+        return own_loss(drafts, tokens) if self.args.loss == "own" else distillation_loss(self.model.unembed(x), drafts)
 
 
 def make_exam(model, stream, device) -> Exam:
@@ -141,6 +145,7 @@ class FromResponses:
         if not rest or not self.responses:
             raise ValueError(f"--responses {args.responses} holds too few answers: python responses.py --count ... writes more")
         self.mean_rows = sum(len(tokens) - prompt for tokens, prompt in self.responses) / len(self.responses)
+        self.rows = args.batch * self.mean_rows
         rest = [Response(tokens[:prompt + NEW].to(args.device), prompt) for tokens, prompt in rest]
         self.exam = Exam(rest[::3], rest[:PROMPTS])
         self.teachers, self.room = {}, args.keep_gb * 1e9
@@ -161,7 +166,7 @@ class FromResponses:
         for index in batch:
             taps, x, position_ids, rows = self.teacher(transfer, index)
             pseudo = transfer.draft_rows(self.model, taps, position_ids, rows)              # (1, S, K, C)
-            loss = distillation_loss(self.model.unembed(x), self.model.unembed(pseudo))
+            loss = distillation_loss(self.model.unembed(x), transfer.read_out(self.model, pseudo))
             losses.append(loss * len(position_ids) / self.mean_rows)
         return torch.stack(losses).mean()
 

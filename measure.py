@@ -63,7 +63,7 @@ def draft_whole(model, transfer, tokens: torch.Tensor, count: int, first: int = 
                             sources=torch.arange(first, T, device=device))
     K, scores, candidates = pseudo.shape[2], [], []
     for part in pseudo[0].split(256):                                       # at most 256 sources' logits at a time
-        s, c = rank_drafts(model.unembed(part.flatten(0, 1)), Sampler(), 0, count)      # (S, K, C) -> (S*K, V)
+        s, c = rank_drafts(transfer.read_out(model, part).flatten(0, 1), Sampler(), 0, count)       # (S, K, V) -> (S*K, V)
         scores += [s[k:k + K] for k in range(0, len(s), K)]
         candidates += [c[k:k + K] for k in range(0, len(c), K)]
     return scores, candidates, model.unembed(x[0, first:]).argmax(-1)

@@ -1,10 +1,11 @@
 """
-Training: transfer maps on a frozen base (the default), or that base itself.
+Training: transfer maps on a frozen base (the default), the rivals of baselines/ on the same data, or that base itself.
 
     python train.py                              # maps for the checkpoint that ships; minutes on a laptop
     python train.py --sweep                      # which block to transfer at: the closed form at every block
     python train.py --data my_texts/             # on text of your own
     python train.py --checkpoint MODEL           # another model; one with a chat template learns from its own answers
+    python train.py --stage medusa               # a rival (baselines/medusa.py); also no-interaction
     python train.py --stage base                 # the base model, from nothing (pretrain.py)
     torchrun --nproc-per-node 2 train.py         # several processes
 
@@ -18,10 +19,14 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from checkpoint import BASE, CHECKPOINT_HELP, load_checkpoint, save_transfer
+from baselines.ablations import NoInteraction
+from baselines.draft_model import train_draft_model
+from baselines.medusa import KINDS, MedusaHeads, own_loss
+from baselines.self_speculation import train_self_speculation
+from checkpoint import BASE, CHECKPOINT_HELP, load_checkpoint, save_module, save_transfer
 from cli import Parser, has_fast_bfloat16, pick_device, positive, run, writable_folder, written_whole
 from closed_form import RidgeSums
-from distillation import NEW, Exam, FromResponses, FromText
+from distillation import NEW, Exam, FromResponses, FromText, own_text
 from hidden_transfer import HiddenTransfer
 from loop import fit, set_up_processes
 from measure import RANKS, TREE_SIZES, acceptance_by_rank, agreement, tokens_per_pass
@@ -31,47 +36,84 @@ STEPS = 4           # transfer steps, all at three quarters of the blocks unless
 DEFAULTS = {        # per stage, and for --responses: what the command line leaves open
     "transfer": {"steps": 300, "batch": 2, "accumulate": 4, "length": 256, "lr": 3e-3, "save_every": 50},
     "responses": {"steps": 600, "batch": 1, "accumulate": 8, "length": 0, "lr": 1e-3, "save_every": 50},
+    "draft-model": {"steps": 1200, "batch": 8, "accumulate": 1, "length": 256, "lr": 1e-2, "save_every": 100},
+    "self-speculation": {"batch": 8, "length": 32},                         # prompts to search with, and their length
     "base": {"steps": 2000, "batch": 16, "accumulate": 1, "length": 513, "lr": 6e-3, "save_every": 100},
 }
 
 
 def train_transfer(args) -> None:
-    """Warm start, distillation and a table after each; saves transfer.pt and training.png in the folder --out."""
+    """Warm start, distillation and a table after each; saves transfer.pt and training.png in the folder --out.
+
+    The rivals that are draft modules go the same way: the same windows of the same text, the same loss and tables.
+    """
     model, tokenizer = load_checkpoint(args.checkpoint, torch.float32, args.device, args.revision)
     if args.data is None and args.responses is None and getattr(tokenizer, "chat_template", None) is not None:
         args.responses = str(Path(args.out) / "responses.pt")
     settle(args, "responses" if args.responses else "transfer")
-    layers = args.transfer_layers or [3 * model.config.n_layer // 4] * STEPS
-    transfer = HiddenTransfer(model.config, layers, args.shift_positions).to(args.device)
+    transfer = make_module(model.config, args).to(args.device)
+    layers = transfer.layers
     lessons = (FromResponses if args.responses else FromText)(model, tokenizer, args, len(layers))
     main_process = not dist.is_initialized() or dist.get_rank() == 0
     if args.sweep:
         return sweep(model, lessons, len(layers), args) if main_process else None
     if not args.resume:
-        ridge_sums(model, lessons, args, len(layers), layers).fill(transfer)
+        warm_start(model, transfer, lessons, args)
         if main_process:
-            print_tables("after the warm start (closed form)", layers, *evaluate(model, transfer, lessons.exam), lessons.exam)
+            title = "at the start" if args.stage == "medusa" else "after the warm start (closed form)"
+            print_tables(title, layers, *evaluate(model, transfer, lessons.exam), lessons.exam)
 
     def loss_of(batch):
         with torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.autocast):
             return lessons.loss(transfer, batch)
 
     optimizer = torch.optim.AdamW(transfer.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0)
-    history = fit(transfer, [optimizer], loss_of, lessons.draw, args, "transfer")
+    name = "transfer" if args.stage == "transfer" else transfer.method     # of the files, here and in checkpoints/
+    history = fit(transfer, [optimizer], loss_of, lessons.draw, args, name)
     if main_process:
         rows, table = evaluate(model, transfer, lessons.exam)
         print_tables("after distillation", layers, rows, table, lessons.exam)
         notes = {"agreement": rows, "tokens_per_pass": table, "steps": args.steps,
+                 "tokens": round(args.steps * args.accumulate * lessons.rows),              # source rows, by all processes alike
                  "acceptance": acceptance_by_rank(model, transfer, lessons.exam.responses)}
-        save_transfer(transfer, model, Path(args.out) / "transfer.pt", notes)
         plot_training(history, rows, table, Path(args.out) / "training.png")
-        print(f"saved {args.out}/transfer.pt and {args.out}/training.png; "
-              f"try: python generate.py --transfer {args.out}/transfer.pt")
+        if args.stage == "transfer":
+            save_transfer(transfer, model, Path(args.out) / "transfer.pt", notes)
+            print(f"saved {args.out}/transfer.pt and {args.out}/training.png; "
+                  f"try: python generate.py --transfer {args.out}/transfer.pt")
+        else:
+            save_module(transfer, model, Path(args.out) / f"{name}.pt", name, module_options(transfer), notes)
+            print(f"saved {args.out}/{name}.pt and {args.out}/training.png")
 
 
-def ridge_sums(model, lessons, args, steps: int, blocks=None) -> RidgeSums:
+def make_module(config, args):
+    """The draft module that this stage trains, before its warm start."""
+    if args.stage == "medusa":
+        return MedusaHeads(config, len(args.transfer_layers or STEPS * [0]), args.heads)
+    kind = NoInteraction if args.stage == "no-interaction" else HiddenTransfer
+    return kind(config, args.transfer_layers or [3 * config.n_layer // 4] * STEPS, args.shift_positions)
+
+
+def module_options(module) -> dict:
+    """What the module is made of beside its weights, as baselines/__init__.py takes it."""
+    if isinstance(module, MedusaHeads):
+        return {"steps": len(module.layers), "kind": module.kind}
+    return {"layers": module.layers, "shift_positions": module.shift_positions}
+
+
+def warm_start(model, module, lessons, args) -> None:
+    steps = len(module.layers)
+    if not isinstance(module, MedusaHeads):
+        ridge_sums(model, lessons, args, steps, module.layers).fill(module)
+    elif module.kind == "linear" or args.closed_form:
+        module.start(model, ridge_sums(model, lessons, args, steps, last=True))
+    else:
+        module.start(model)
+
+
+def ridge_sums(model, lessons, args, steps: int, blocks=None, last: bool = False) -> RidgeSums:
     """Accumulate the closed form over --warm-start-tokens tokens that no training step sees."""
-    sums, n = RidgeSums(model.config, steps, args.device, args.shift_positions, blocks), 0
+    sums, n = RidgeSums(model.config, steps, args.device, args.shift_positions and not last, blocks, last), 0
     with tqdm(total=args.warm_start_tokens, desc="warm start", unit="token", dynamic_ncols=True) as bar:
         while sums.rows < args.warm_start_tokens:
             before = sums.rows
@@ -139,13 +181,16 @@ def parse_args(argv=None):
     p.add_argument("--out", default="out", help="folder for what is saved")
     p.add_argument("--transfer-layers", type=layer_list, help="block of each transfer step, as in 6,6,6; if not given, four steps at three quarters of the blocks")
     p.add_argument("--shift-positions", action="store_true", help="add the difference of position embeddings (learned positions)")
+    p.add_argument("--heads", choices=list(KINDS), default="matched", help="medusa stage: which heads (baselines/medusa.py)")
+    p.add_argument("--loss", choices=["distillation", "own"], default="distillation", help="medusa stage: own is cross-entropy on the text, 0.8^k")
+    p.add_argument("--closed-form", action="store_true", help="medusa stage: full heads start from ridge regression")
     p.add_argument("--sweep", action="store_true", help="print the worth of every transfer block, and stop")
     p.add_argument("--warm-start-tokens", type=positive, default=100_000, help="rows of text for the closed form")
     p.add_argument("--own-tokens", type=int, default=200_000, help="tokens of training text, half of them written by the model itself; 0: the text as it is")
     for name, help in (("steps", "optimiser steps"), ("batch", "windows per micro-batch"),
                        ("accumulate", "micro-batches per step and process"), ("length", "tokens per window"),
                        ("lr", "peak learning rate"), ("save_every", "steps between saved states")):
-        usual = ", ".join(f"{stage}: {values[name]}" for stage, values in DEFAULTS.items())
+        usual = ", ".join(f"{stage}: {values[name]}" for stage, values in DEFAULTS.items() if name in values)
         p.add_argument(f"--{name.replace('_', '-')}", type=float if name == "lr" else positive, help=f"{help} ({usual})")
     p.add_argument("--seed", type=int, default=0, help="a whole number from 0 on")
     p.add_argument("--resume", action="store_true", help="continue the run whose state lies in --out")
@@ -156,6 +201,9 @@ def parse_args(argv=None):
     p.add_argument("--new-tokenizer", action="store_true", help="base stage: train a vocabulary on the corpus first")
     args = p.parse_args(argv)
     args.align = 1                                                          # windows start at multiples of this
+    for name in ("heads", "loss", "closed_form"):
+        if args.stage != "medusa" and getattr(args, name) != p.get_default(name):
+            raise ValueError(f"--{name.replace('_', '-')} is for --stage medusa")
     for name in ("seed", "own_tokens"):
         if getattr(args, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: it must be 0 or more")
@@ -184,11 +232,10 @@ def main() -> None:
     args.device = set_up_processes(pick_device(args.device))
     args.autocast = args.autocast == "on" or args.autocast == "auto" and has_fast_bfloat16(args.device)
     try:
-        if args.stage == "base":
-            settle(args, "base")
-            train_base(args)
-        else:
-            train_transfer(args)
+        if args.stage in DEFAULTS:
+            settle(args, args.stage)
+        {"base": train_base, "draft-model": lambda args: train_draft_model(args, own_text),
+         "self-speculation": train_self_speculation}.get(args.stage, train_transfer)(args)
         if dist.is_initialized():
             dist.barrier()                                                  # a process that leaves early takes the others down
     finally:
