@@ -228,7 +228,7 @@ def test_the_closed_form_of_linear_heads(texts):
         heads_say = x @ (torch.eye(C) + heads.maps[i - 1].weight.data.T) + heads.maps[i - 1].bias.data
         assert_close(heads_say, x @ expected[:-1] + expected[-1], 1e-7)
     untrained = MedusaHeads(model.config, 2, "linear").double().start(model)
-    before, after = (tokens_per_pass(model, module, sequences[:8], 5, (16,))[16] for module in (untrained, heads))
+    before, after = (tokens_per_pass(model, module, [(row, 5) for row in sequences[:8]], (16,))[16] for module in (untrained, heads))
     assert after > before
 
 
