@@ -20,8 +20,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import distillation
 import generate
 import measure
+import responses
 import train
 import tree
 from checkpoint import BASE, build_model, load_checkpoint, save_checkpoint, save_transfer
@@ -397,7 +399,7 @@ def test_measure(files, arguments, shown):
     assert status == 0 and shown in out and "64 nodes" in out
 
 
-@pytest.mark.parametrize("main", [generate.main, train.main, tree.main, measure.main], ids=lambda main: main.__module__)
+@pytest.mark.parametrize("main", [generate.main, train.main, tree.main, measure.main, responses.main], ids=lambda main: main.__module__)
 def test_help(main):
     """Every option is explained, with its default."""
     status, out, err = call(main, "--help")
@@ -521,8 +523,9 @@ def test_sources_change_nothing(files, sources):
 def test_maps_from_training_are_taken(files, tmp_path, monkeypatch):
     """train.py, then generate.py with what it has written."""
     for name, value in {"PROMPTS": 2, "PROMPT": 8, "NEW": 8}.items():
-        monkeypatch.setattr(train, name, value)
-    monkeypatch.setattr(train, "agreement", lambda *inputs: measure.agreement(*inputs, windows=2, length=32))
+        monkeypatch.setattr(distillation, name, value)
+    monkeypatch.setattr(train, "NEW", 8)
+    monkeypatch.setattr(distillation, "even_windows", lambda stream, length, device: measure.even_windows(stream, 2, 32, device))
     status, out, _ = teach(files, tmp_path / "out")
     assert status == 0 and "python generate.py --transfer" in out
     report = decode_json(files, "--transfer", tmp_path / "out" / "transfer.pt", "--dtype", "float64", "--check", "--tree-size", "auto")

@@ -14,11 +14,11 @@ import torch
 import measure
 from closed_form import RidgeSums
 from conftest import KINDS, PROMPT, VOCAB, full_logits, make_model, make_transfer, plain, slow_forward
-from drafters import HiddenTransferDrafter
+from drafters import HiddenTransferDrafter, rank_drafts
 from generate import generate
 from hidden_transfer import HiddenTransfer
-from measure import (accepted_depths, acceptance_by_rank, agreement, choose_tree_size, continue_greedily, cut_prompts, exactness,
-                     paired_speed, profile, tokens_per_pass)
+from measure import (accepted_depths, acceptance_by_rank, agreement, choose_tree_size, continue_greedily, cut_prompts, draft_whole,
+                     even_windows, exactness, paired_speed, profile, replay, tokens_per_pass)
 from sampler import Sampler
 from tree import best_first
 
@@ -37,6 +37,11 @@ def measured(request):
     return model, prompts[:8], sequences[:8], lambda layers: sums.fill(HiddenTransfer(model.config, layers).double()).requires_grad_(False)
 
 
+def responses(sequences, prompt=START):
+    """Rows of (B, T) as measure.py takes them: each with the length of its prompt."""
+    return [(row, prompt) for row in sequences]
+
+
 # ------------------------------------------------------------------------------------------ the replay
 
 def really_decoded(model, transfer, prompts, size):
@@ -49,7 +54,7 @@ def test_tokens_per_pass_are_those_of_real_decoding(measured, layers):
     """To 1e-12: towards the end too, where there are fewer steps to draft and the whole tree is spent on them."""
     model, prompts, sequences, maps = measured
     transfer, sizes = maps(layers), (1, 2, 3, 4, 8, 16, 32)
-    table = tokens_per_pass(model, transfer, sequences, START, sizes)
+    table = tokens_per_pass(model, transfer, responses(sequences), sizes, NEW)
     assert list(table) == list(sizes)
     for size in sizes:
         assert table[size] == pytest.approx(really_decoded(model, transfer, prompts, size), abs=1e-12), size
@@ -60,13 +65,42 @@ def test_tokens_per_pass_of_large_trees(measured):
     """With maps so poor that the true token often has a rank beyond 32."""
     model, prompts, sequences, _ = measured
     transfer = make_transfer(model, [2])
-    assert tokens_per_pass(model, transfer, sequences, START, (48,))[48] == pytest.approx(really_decoded(model, transfer, prompts, 48), abs=1e-12)
+    assert tokens_per_pass(model, transfer, responses(sequences), (48,), NEW)[48] == pytest.approx(really_decoded(model, transfer, prompts, 48), abs=1e-12)
 
 
 def test_one_new_token_is_one_pass(model):
     """The prefill alone: 1.00 whatever the tree."""
     sequences = continue_greedily(model, [PROMPT], 1)
-    assert tokens_per_pass(model, make_transfer(model, [2, 2]), sequences, len(PROMPT), (1, 4)) == {1: 1.0, 4: 1.0}
+    assert tokens_per_pass(model, make_transfer(model, [2, 2]), responses(sequences, len(PROMPT)), (1, 4), 1) == {1: 1.0, 4: 1.0}
+
+
+@pytest.mark.parametrize("layers", [[2, 2, 2], [1, 2, 3]], ids=str)
+def test_replay_of_responses_that_end(measured, layers):
+    """A response that came to its end token before `new` tokens takes as many passes as its decoding: trees are laid out
+    for the room there still was."""
+    model, prompts, sequences, maps = measured
+    transfer, sizes, lengths = maps(layers), (1, 4, 16), set()
+    for prompt, sequence in zip(prompts[:4], sequences.tolist()):
+        for end in dict.fromkeys(sequence[START + place] for place in (0, 1, 2, 4, 9, 15)):
+            ended = generate(model, prompt, None, max_new_tokens=NEW, end_token=end).token_ids
+            lengths.add(len(ended))
+            passes = replay(model, transfer, torch.tensor(prompt + ended), START, sizes, NEW)
+            for size, count in zip(sizes, passes):
+                run = generate(model, prompt, HiddenTransferDrafter(transfer, size), max_new_tokens=NEW, end_token=end)
+                assert run.token_ids == ended and run.forward_passes == count, (len(ended), size)
+    assert {1, 2, 3} <= lengths and max(lengths) > 6
+
+
+def test_tokens_per_pass_of_several_responses(measured):
+    """All tokens over all passes, with prompts and answers of different lengths."""
+    model, prompts, sequences, maps = measured
+    transfer, rows = maps([2, 2]), []
+    for n, (prompt, sequence) in enumerate(zip(prompts[:4], sequences)):
+        rows.append((sequence[:START + NEW - 6 * n], START + n))
+    passes = [replay(model, transfer, tokens, prompt, (1, 8), NEW) for tokens, prompt in rows]
+    emitted = sum(len(tokens) - prompt for tokens, prompt in rows)
+    assert emitted == 30 + 23 + 16 + 9 and [row[0] for row in passes] == [30, 23, 16, 9]
+    assert tokens_per_pass(model, transfer, rows, (1, 8), NEW) == {1: 1.0, 8: emitted / sum(row[1] for row in passes)}
 
 
 def all_nodes(scores):
@@ -140,7 +174,7 @@ def test_agreement_by_counting(measured):
     model, _, sequences, maps = measured
     transfer, length = maps([1, 2, 3]), 9
     stream = sequences.flatten().numpy().astype(np.uint16)
-    table = agreement(model, transfer, stream, windows=3, length=length)
+    table = agreement(model, transfer, even_windows(stream, windows=3, length=length))
     texts = [stream[start:start + length].tolist() for start in (0, (len(stream) - length) // 2, len(stream) - length)]
     for i in (1, 2, 3):
         ranks = []
@@ -151,11 +185,51 @@ def test_agreement_by_counting(measured):
     assert table[0][0] > 0
 
 
+def test_agreement_over_answers_alone(measured):
+    """Rows of the prompt are not counted, its last one is; all rows of all responses weigh the same."""
+    model, _, sequences, maps = measured
+    transfer, rows = maps([1, 2]), [(sequences[0, :12], 5), (sequences[1, :9], 3), (sequences[2, :4], 3)]
+    table = agreement(model, transfer, rows)
+    for i in (1, 2):
+        ranks = []
+        for tokens, prompt in rows:
+            own, drafts = full_logits(model, tokens.tolist()).argmax(-1).tolist(), slow_drafts(model, transfer, tokens.tolist())
+            ranks += [drafts[n][i - 1].index(own[n + i]) for n in range(prompt - 1, len(tokens) - i)]
+        assert len(ranks) == 7 + 6 + 1 - 3 * (i - 1)
+        assert table[i - 1] == pytest.approx([sum(rank < top for rank in ranks) / len(ranks) for top in (1, 2, 3, 5, 10)])
+
+
+def test_draft_whole_from_a_row_on():
+    """The rows from `first` on, one by one as decoding drafts from them; long sequences are read out in parts."""
+    model = make_model("rotary", n_layer=2, block_size=600)
+    transfer = make_transfer(model, [1, 0])
+    tokens = torch.randint(VOCAB, (560,), generator=torch.Generator().manual_seed(0))
+    x, pseudo, _ = transfer(model, tokens[None], torch.arange(560), torch.ones(560, 560, dtype=torch.bool).tril())
+    scores, candidates, own = draft_whole(model, transfer, tokens, 4, first=20)
+    assert len(scores) == len(candidates) == len(own) == 540
+    for n in (20, 21, 275, 276, 277, 531, 532, 559):
+        for i in (0, 1):
+            best = model.unembed(pseudo[0, n, i]).float().log_softmax(-1).topk(4)
+            assert candidates[n - 20][i] == best.indices.tolist()
+        assert own[n - 20] == model.unembed(x[0, n]).argmax()
+        expected, _ = rank_drafts(model.unembed(pseudo[0, n]), Sampler(), 0, 4)
+        assert np.allclose(scores[n - 20], expected)
+
+
+def test_even_windows():
+    """The first window at the beginning, the last at the end, all of one length; a short text is one window throughout."""
+    stream = np.arange(1000, dtype=np.uint16)
+    rows = even_windows(stream, 5, 100)
+    assert [prompt for _, prompt in rows] == [1] * 5 and all(tokens.dtype == torch.int64 for tokens, _ in rows)
+    assert [tokens.tolist() for tokens, _ in rows] == [list(range(start, start + 100)) for start in (0, 225, 450, 675, 900)]
+    assert [tokens.tolist() for tokens, _ in even_windows(stream[:30], 2, 100)] == [list(range(30))] * 2
+
+
 def test_acceptance_by_counting(measured):
     """How often the candidate of each rank is the token that greedy decoding emits, sorted as best_first wants it."""
     model, _, sequences, maps = measured
     transfer, K, sequences = maps([1, 2, 3]), 3, sequences[:2, :16]
-    table = acceptance_by_rank(model, transfer, sequences, START, count=12)
+    table = acceptance_by_rank(model, transfer, responses(sequences), count=12)
     hits, rows = [[0] * 12 for _ in range(K)], 0
     for sequence in sequences.tolist():
         drafts = slow_drafts(model, transfer, sequence)

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import closed_form
+import distillation
 import loop
 import measure
 import pretrain
@@ -36,7 +37,7 @@ from sampler import Sampler
 
 ROOT = Path(__file__).resolve().parent.parent
 # fewer and shorter measurements than train.py makes at its end
-QUICK = {"PROMPTS": 3, "PROMPT": 8, "NEW": 10, "agreement": functools.partial(measure.agreement, windows=2, length=32)}
+QUICK = {"PROMPTS": 3, "PROMPT": 8, "NEW": 10, "even_windows": lambda stream, length, device: measure.even_windows(stream, 2, 32, device)}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,8 @@ def train_maps(small, out, *more) -> tuple[int, str]:
     """train.py in this process: (exit status, what it printed). Later arguments take the place of the usual ones."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         for name, value in QUICK.items():
-            patch.setattr(train, name, value)
+            patch.setattr(distillation, name, value)
+        patch.setattr(train, "NEW", QUICK["NEW"])
         patch.setattr(sys, "argv", ["train.py"] + arguments(small, out, *more))
         try:
             train.main()
@@ -104,7 +106,8 @@ def at_step(monkeypatch, step, action):
             action()
         return fetch(stream, args, now, micro)
     fetch = loop.windows
-    monkeypatch.setattr(loop, "windows", windows)
+    for module in (distillation, pretrain):
+        monkeypatch.setattr(module, "windows", windows)
 
 
 @pytest.fixture
@@ -295,6 +298,7 @@ def test_the_closed_form_beats_the_identity(kind):
 
 def fit_args(tmp_path, *more):
     args = train.parse_args(["--out", str(tmp_path), "--steps", "4", "--batch", "4", "--accumulate", "1", "--length", "12", *map(str, more)])
+    train.settle(args, "transfer")
     args.device = "cpu"
     return args
 
@@ -328,12 +332,11 @@ def test_learning_rate(steps):
     assert rates[-1] == pytest.approx(1 / steps)
 
 
-def test_accumulation_equals_one_large_batch(tmp_path, monkeypatch):
+def test_accumulation_equals_one_large_batch(tmp_path):
     """Two micro-batches of two windows are one batch of four: the same weights to 1e-6, the same losses."""
     model, text = make_model("rotary"), own_texts(make_model("rotary"), 0, 16, 12)
 
     def run(batch, accumulate):
-        monkeypatch.setattr(loop, "windows", lambda stream, args, step, micro: text[4 * step + batch * micro:][:batch])
         transfer = make_transfer(model, [1, 2]).requires_grad_(True)
 
         def loss_of(tokens):
@@ -343,7 +346,7 @@ def test_accumulation_equals_one_large_batch(tmp_path, monkeypatch):
 
         optimizer = torch.optim.SGD(transfer.parameters(), lr=0.1)
         args = fit_args(tmp_path, "--batch", batch, "--accumulate", accumulate)
-        return transfer, loop.fit(transfer, [optimizer], loss_of, None, args, "transfer")
+        return transfer, loop.fit(transfer, [optimizer], loss_of, lambda step, micro: text[4 * step + batch * micro:][:batch], args, "transfer")
 
     (one, history), (two, history_2), (four, history_4) = run(4, 1), run(2, 2), run(1, 4)
     start = make_transfer(model, [1, 2])
@@ -378,7 +381,7 @@ def test_what_a_run_writes(trained, small):
     assert (out / "training.png").read_bytes().endswith(b"IEND\xaeB`\x82")
     transfer, notes = load_transfer(out / "transfer.pt", load_checkpoint(small / "tiny.pt")[0])
     assert transfer.layers == [1, 2] and set(notes["tokens_per_pass"]) == set(measure.TREE_SIZES)
-    assert len(notes["acceptance"]) == 2 and notes["tokens"] == 6 * 2 * 32 and notes["steps"] == 6
+    assert len(notes["acceptance"]) == len(notes["agreement"]) == 2 and notes["steps"] == 6
     state = state_of(out)
     assert state["step"] == 6 and [step for step, _ in state["history"]] == list(range(6))
     for name, p in transfer.state_dict().items():
@@ -425,9 +428,11 @@ def test_training_starts_from_the_closed_form(small, tmp_path):
     train_maps(small, tmp_path, "--steps", 1, "--lr", 1e-12)
     model, tokenizer = load_checkpoint(small / "tiny.pt")
     args = train.parse_args(arguments(small, tmp_path, "--steps", 1))
-    stream = train.encode_texts(train.read_corpus(args.data)[0], tokenizer)
-    sums = train.ridge_sums(model, stream, args, 2)
-    assert 600 <= sums.rows < 600 + 2 * 32
+    stream = distillation.encode_texts(distillation.read_corpus(args.data)[0], tokenizer)
+    sums, micro = RidgeSums(model.config, 2), 0
+    while sums.rows < 600:
+        sums.add(model, loop.windows(stream, args, 1, micro))      # windows of a step behind the last one
+        micro += 1
     expected = sums.fill(HiddenTransfer(model.config, [1, 2]))
     for p, q in zip(load_transfer(tmp_path / "transfer.pt", model)[0].parameters(), expected.parameters()):
         assert torch.allclose(p, q, rtol=1e-3, atol=1e-3)          # float16 on disk
@@ -480,7 +485,7 @@ def test_large_seeds(small, tmp_path):
 def test_autocast(small, tmp_path, autocast, monkeypatch):
     """bfloat16 where it is asked for, with a loss close to that of float32; the maps stay float32."""
     seen = []
-    monkeypatch.setattr(train, "distillation_loss", lambda teacher, drafts: seen.append(teacher.dtype) or distillation_loss(teacher, drafts))
+    monkeypatch.setattr(distillation, "distillation_loss", lambda teacher, drafts: seen.append(teacher.dtype) or distillation_loss(teacher, drafts))
     train_maps(small, tmp_path, "--autocast", autocast, "--steps", 2)
     assert set(seen) == {torch.bfloat16 if autocast == "on" else torch.float32}
     state = state_of(tmp_path)
@@ -497,6 +502,17 @@ def test_sweep(small, tmp_path):
         assert len(row) == 1 + 3 + 2 and 1 <= float(row[1]) <= float(row[2]) <= float(row[3]) <= 3
 
 
+def test_steps_at_three_quarters_of_the_blocks(small, tmp_path, monkeypatch):
+    """If no blocks are named: four steps, the shipped base's at block 6 of 8."""
+    at = []
+    monkeypatch.setattr(train, "HiddenTransfer", lambda config, layers, shift: at.append(layers) or sys.exit(0))
+    for checkpoint in (small / "tiny.pt", BASE):
+        monkeypatch.setattr(sys, "argv", ["train.py", "--checkpoint", str(checkpoint), "--out", str(tmp_path), "--device", "cpu"])
+        with pytest.raises(SystemExit):
+            train.main()
+    assert at == [[2] * 4, [6] * 4]
+
+
 # ------------------------------------------------------------------------------------------ text of the model's own
 
 def test_own_text(small, tmp_path):
@@ -505,7 +521,7 @@ def test_own_text(small, tmp_path):
     model, tokenizer = load_checkpoint(small / "tiny.pt")
     stream = np.array(tokenizer.encode_ordinary((small / "texts" / "file1.txt").read_text()), dtype=np.uint16)
     args = fit_args(tmp_path, "--own-tokens", 200)
-    rows = train.own_text(model, stream, args).reshape(-1, 12)
+    rows = distillation.own_text(model, stream, args).reshape(-1, 12)
     assert len(rows) == 16 and args.align == 12                             # 2 * (200 // 24)
     text = " ".join(map(str, stream))
     for own, original in zip(rows[:8].tolist(), rows[8:].tolist()):
@@ -611,16 +627,16 @@ def test_resuming_without_a_good_state(small, tmp_path, trained):
 
 # train.py as QUICK has it, with a line for every step
 SCRIPT = r"""
-import functools, sys, time
-import cli, loop, measure, train
-train.PROMPTS, train.PROMPT, train.NEW = 3, 8, 10
-train.agreement = functools.partial(measure.agreement, windows=2, length=32)
+import time
+import cli, distillation, loop, measure, train
+distillation.PROMPTS, distillation.PROMPT, distillation.NEW, train.NEW = 3, 8, 10, 10
+distillation.even_windows = lambda stream, length, device: measure.even_windows(stream, 2, 32, device)
 fetch = loop.windows
 def windows(stream, args, step, micro):
     print(f"step {step}\n", end="", flush=True)         # one write: two processes share the pipe
     time.sleep(PAUSE)
     return fetch(stream, args, step, micro)
-loop.windows = windows
+distillation.windows = windows
 cli.run(train.main)
 """
 
@@ -687,7 +703,7 @@ def test_a_loss_that_is_not_finite_stops_training(small, tmp_path, monkeypatch, 
         calls.append(1)
         return distillation_loss(teacher, drafts) * (value if len(calls) == 4 else 1)
 
-    monkeypatch.setattr(train, "distillation_loss", loss)
+    monkeypatch.setattr(distillation, "distillation_loss", loss)
     with pytest.raises(ValueError, match=f"loss is {value} at step 3"):
         train_maps(small, tmp_path, "--save-every", 1)
     assert len(calls) == 4 and [file.name for file in tmp_path.iterdir()] == ["transfer-state.pt"]
@@ -698,7 +714,7 @@ def test_a_loss_that_is_not_finite_stops_training(small, tmp_path, monkeypatch, 
 def texts_of(monkeypatch, training: int, held_out: int):
     """Let the corpus be this many tokens."""
     streams = iter([np.arange(training, dtype=np.uint16), np.arange(held_out, dtype=np.uint16)])
-    monkeypatch.setattr(train, "encode_texts", lambda *_: next(streams))
+    monkeypatch.setattr(distillation, "encode_texts", lambda *_: next(streams))
 
 
 @pytest.mark.parametrize("length", [256, 9999])
@@ -742,8 +758,8 @@ def test_a_place_that_cannot_be_written(small, tmp_path, place):
 
 def test_a_base_with_a_short_context(small, tmp_path, monkeypatch):
     """Learned positions end at block_size: measuring with the usual lengths must not go beyond it."""
-    monkeypatch.setattr(train, "PROMPTS", 3)
-    monkeypatch.setattr(train, "agreement", functools.partial(measure.agreement, windows=2))
+    monkeypatch.setattr(distillation, "PROMPTS", 3)
+    monkeypatch.setattr(distillation, "even_windows", functools.partial(measure.even_windows, windows=2))
     shutil.copy(small / "tiny.tiktoken", tmp_path)
     save_checkpoint(make_model("learned", vocab_size=4096, n_embd=16, n_layer=3, block_size=64), tmp_path / "short.pt", "tiny.tiktoken")
     monkeypatch.setattr(sys, "argv", ["train.py"] + arguments(small, tmp_path / "out", "--checkpoint", tmp_path / "short.pt", "--steps", 1))
