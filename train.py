@@ -118,7 +118,7 @@ def module_options(module) -> dict:
 def warm_start(model, module, stream, args) -> None:
     if not isinstance(module, MedusaHeads):
         ridge_sums(model, stream, args, len(module.layers)).fill(module)
-    elif module.kind == "linear" or args.closed_form:
+    elif module.kind != "matched" and args.closed_form:
         module.start(model, ridge_sums(model, stream, args, len(module.layers), last=True))
     else:
         module.start(model)
@@ -167,6 +167,9 @@ def sweep(model, stream, exam, args) -> None:
         transfer = sums.fill(HiddenTransfer(model.config, [t] * steps, args.shift_positions).to(args.device))
         rows, table = evaluate(model, transfer, exam, sizes)
         print(f"{t:5} " + "".join(f"{table[size]:10.3f}" for size in sizes) + "".join(f"{row[0]:9.3f}" for row in rows), flush=True)
+    last = MedusaHeads(model.config, steps, "linear").to(args.device).start(model, ridge_sums(model, stream, args, steps, last=True))
+    rows, table = evaluate(model, last, exam, sizes)                        # behind all blocks: linear Medusa
+    print(" last " + "".join(f"{table[size]:10.3f}" for size in sizes) + "".join(f"{row[0]:9.3f}" for row in rows), flush=True)
 
 
 class Exam(NamedTuple):
@@ -227,7 +230,8 @@ def parse_args(argv=None):
     p.add_argument("--shift-positions", action="store_true", help="add the difference of position embeddings (learned positions)")
     p.add_argument("--heads", choices=list(KINDS), default="matched", help="medusa stage: which heads (baselines/medusa.py)")
     p.add_argument("--loss", choices=["distillation", "own"], default="distillation", help="medusa stage: own is cross-entropy on the text, 0.8^k")
-    p.add_argument("--closed-form", action="store_true", help="medusa stage: full heads start from ridge regression")
+    p.add_argument("--closed-form", action=argparse.BooleanOptionalAction, default=True,
+                   help="medusa stage: linear and full heads start from ridge regression; else all start as the model's own head")
     p.add_argument("--sweep", action="store_true", help="print the worth of every transfer block, and stop")
     p.add_argument("--warm-start-tokens", type=positive, default=100_000, help="rows of text for the closed form")
     p.add_argument("--own-tokens", type=int, default=200_000, help="tokens of training text, half of them written by the model itself; 0: the text as it is")
