@@ -20,13 +20,12 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from baselines.ablations import NoInteraction
-from baselines.draft_model import train_draft_model
 from baselines.medusa import KINDS, MedusaHeads, own_loss
-from baselines.self_speculation import train_self_speculation
+from baselines.training import train_draft_model, train_self_speculation
 from checkpoint import BASE, CHECKPOINT_HELP, load_checkpoint, save_module, save_transfer
 from cli import Parser, has_fast_bfloat16, pick_device, positive, run, writable_folder, written_whole
 from closed_form import RidgeSums
-from distillation import NEW, Exam, FromResponses, FromText, own_text
+from distillation import NEW, Exam, FromResponses, FromText
 from hidden_transfer import HiddenTransfer
 from loop import fit, set_up_processes
 from measure import RANKS, TREE_SIZES, acceptance_by_rank, agreement, tokens_per_pass
@@ -40,6 +39,7 @@ DEFAULTS = {        # per stage, and for --responses: what the command line leav
     "self-speculation": {"batch": 8, "length": 32},                         # prompts to search with, and their length
     "base": {"steps": 2000, "batch": 16, "accumulate": 1, "length": 513, "lr": 6e-3, "save_every": 100},
 }
+HEADS_LR = {"matched": 1e-2, "full": 2e-3, "linear": 2e-3}                  # medusa stage: the best of a few, as for the maps
 
 
 def train_transfer(args) -> None:
@@ -50,6 +50,8 @@ def train_transfer(args) -> None:
     model, tokenizer = load_checkpoint(args.checkpoint, torch.float32, args.device, args.revision)
     if args.data is None and args.responses is None and getattr(tokenizer, "chat_template", None) is not None:
         args.responses = str(Path(args.out) / "responses.pt")
+    if args.stage == "medusa" and args.lr is None:
+        args.lr = HEADS_LR[args.heads]
     settle(args, "responses" if args.responses else "transfer")
     transfer = make_module(model.config, args).to(args.device)
     layers = transfer.layers
@@ -105,7 +107,7 @@ def warm_start(model, module, lessons, args) -> None:
     steps = len(module.layers)
     if not isinstance(module, MedusaHeads):
         ridge_sums(model, lessons, args, steps, module.layers).fill(module)
-    elif module.kind == "linear" or args.closed_form:
+    elif module.kind != "matched" and args.closed_form:
         module.start(model, ridge_sums(model, lessons, args, steps, last=True))
     else:
         module.start(model)
@@ -132,6 +134,9 @@ def sweep(model, lessons, steps: int, args) -> None:
         transfer = sums.fill(HiddenTransfer(model.config, [t] * steps, args.shift_positions).to(args.device))
         rows, table = evaluate(model, transfer, lessons.exam, sizes)
         print(f"{t:5} " + "".join(f"{table[size]:10.3f}" for size in sizes) + "".join(f"{row[0]:9.3f}" for row in rows), flush=True)
+    last = MedusaHeads(model.config, steps, "linear").to(args.device).start(model, ridge_sums(model, lessons, args, steps, last=True))
+    rows, table = evaluate(model, last, lessons.exam, sizes)                        # behind all blocks: linear Medusa
+    print(" last " + "".join(f"{table[size]:10.3f}" for size in sizes) + "".join(f"{row[0]:9.3f}" for row in rows), flush=True)
 
 
 def evaluate(model, transfer, exam: Exam, sizes=TREE_SIZES):
@@ -171,7 +176,7 @@ def plot_training(history, rows, table, path: Path) -> None:
 
 def parse_args(argv=None):
     p = Parser("Train transfer maps (or the base model they are for).")
-    p.add_argument("--stage", choices=["transfer", "base"], default="transfer", help="what to train")
+    p.add_argument("--stage", choices=list(STAGES), default="transfer", help="what to train")
     p.add_argument("--checkpoint", default=str(BASE), help=f"what the maps are for; {CHECKPOINT_HELP}")
     p.add_argument("--revision", help="branch, tag or commit of a --checkpoint from the hub")
     p.add_argument("--data", help="file or folder of UTF-8 text; if not given, the Python standard library")
@@ -183,7 +188,8 @@ def parse_args(argv=None):
     p.add_argument("--shift-positions", action="store_true", help="add the difference of position embeddings (learned positions)")
     p.add_argument("--heads", choices=list(KINDS), default="matched", help="medusa stage: which heads (baselines/medusa.py)")
     p.add_argument("--loss", choices=["distillation", "own"], default="distillation", help="medusa stage: own is cross-entropy on the text, 0.8^k")
-    p.add_argument("--closed-form", action="store_true", help="medusa stage: full heads start from ridge regression")
+    p.add_argument("--closed-form", action=argparse.BooleanOptionalAction, default=True,
+                   help="medusa stage: linear and full heads start from ridge regression; else all start as the model's own head")
     p.add_argument("--sweep", action="store_true", help="print the worth of every transfer block, and stop")
     p.add_argument("--warm-start-tokens", type=positive, default=100_000, help="rows of text for the closed form")
     p.add_argument("--own-tokens", type=int, default=200_000, help="tokens of training text, half of them written by the model itself; 0: the text as it is")
@@ -219,6 +225,10 @@ def settle(args, kind: str) -> None:
             setattr(args, name, value)
 
 
+STAGES = {"transfer": train_transfer, "medusa": train_transfer, "no-interaction": train_transfer, "draft-model": train_draft_model,
+          "self-speculation": train_self_speculation, "base": train_base}
+
+
 def layer_list(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
@@ -232,10 +242,9 @@ def main() -> None:
     args.device = set_up_processes(pick_device(args.device))
     args.autocast = args.autocast == "on" or args.autocast == "auto" and has_fast_bfloat16(args.device)
     try:
-        if args.stage in DEFAULTS:
+        if STAGES[args.stage] is not train_transfer:
             settle(args, args.stage)
-        {"base": train_base, "draft-model": lambda args: train_draft_model(args, own_text),
-         "self-speculation": train_self_speculation}.get(args.stage, train_transfer)(args)
+        STAGES[args.stage](args)
         if dist.is_initialized():
             dist.barrier()                                                  # a process that leaves early takes the others down
     finally:

@@ -8,22 +8,21 @@ decoding's token for token; with sampled=True and `verify="rejection"` it is the
     python train.py --stage draft-model             # a GPT of two narrow blocks, distilled from the base; minutes
 """
 import dataclasses
-from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from baselines.chains import draft_chain
-from checkpoint import load_checkpoint, save_module
-from data import encode_texts, read_corpus
 from drafters import MAX_TREE_SIZE, Round
-from loop import fit, windows
 from model import GPT, GPTConfig, KVCache, causal_mask
-from pretrain import make_optimizers
 from tree import Tree
 
 DEPTH = 4                   # of a chain
 SMALL = {"n_layer": 2, "n_head": 3, "n_kv_head": 1, "n_embd": 192, "head_dim": 64, "mlp_width": 384, "rope_factors": None, "tie_head": True}
+
+
+def small_config(config: GPTConfig) -> GPTConfig:
+    """The base's kind and vocabulary, in the size of SMALL."""
+    return dataclasses.replace(config, **SMALL)
 
 
 class DraftModelDrafter:
@@ -69,52 +68,3 @@ class DraftModelDrafter:
         self.cache.commit(list(range(len(tokens))))
         self.fed = self.fed + tokens
         return logits
-
-
-# ------------------------------------------------------------------------------------------ training
-
-def train_draft_model(args, own_text) -> None:
-    """The stage of train.py: distil a small GPT from the base; saves draft-model.pt in the folder --out.
-
-    own_text(model, stream, args): text half of which the base writes itself, as for the transfer maps. The loss is
-    the divergence of the base's next-token distribution from the small model's, row by row.
-    """
-    model, tokenizer = load_checkpoint(args.checkpoint, torch.float32, args.device, args.revision)
-    args.length = min(args.length, model.config.block_size)
-    stream, held_out = (encode_texts(texts, tokenizer) for texts in read_corpus(args.data))
-    for kind, tokens in (("training", stream), ("held-out", held_out)):
-        if len(tokens) < args.length:
-            raise ValueError(f"--data: {len(tokens)} {kind} tokens are fewer than one window of --length {args.length}")
-    torch.manual_seed(args.seed)
-    small = GPT(small_config(model.config)).to(args.device)
-    if args.own_tokens:
-        stream = own_text(model, stream, args)
-    position_ids, mask = torch.arange(args.length, device=args.device), causal_mask(args.length, device=args.device)
-
-    def loss_of(tokens):
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=args.autocast):
-            teacher, student = model(tokens, position_ids, mask), small(tokens, position_ids, mask)         # (B, T, V)
-        teacher, student = F.log_softmax(teacher.float(), dim=-1), F.log_softmax(student.float(), dim=-1)
-        return F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1).mean()
-
-    history = fit(small, make_optimizers(small, args.lr), loss_of,
-                  lambda step, micro: windows(stream, args, step, micro).to(args.device), args, "draft-model")
-    share = agreement_of(model, small.eval(), held_out, args.length)
-    notes = {"agreement": share, "depth": DEPTH, "tokens": args.steps * args.batch * args.accumulate * args.length, "final_loss": history[-1][1]}
-    save_module(small, model, Path(args.out) / "draft-model.pt", "draft-model", dataclasses.asdict(small.config), notes)
-    print(f"the small model's first choice is the base's on {share:.1%} of held-out text; saved {args.out}/draft-model.pt")
-
-
-def small_config(config: GPTConfig) -> GPTConfig:
-    """The base's kind and vocabulary, in the size of SMALL."""
-    return dataclasses.replace(config, **SMALL)
-
-
-@torch.inference_mode()
-def agreement_of(model, small, stream, length: int, windows: int = 40) -> float:
-    """How often both models' likeliest next token is the same one, on windows of stream (N,)."""
-    starts = torch.linspace(0, len(stream) - length, windows).long().tolist()
-    tokens = torch.stack([torch.from_numpy(stream[s:s + length].astype("int64")) for s in starts]).to(model.embedding.weight.device)
-    position_ids, mask = torch.arange(length, device=tokens.device), causal_mask(length, device=tokens.device)
-    return torch.cat([model(row[None], position_ids, mask).argmax(-1) == small(row[None], position_ids, mask).argmax(-1)
-                      for row in tokens]).double().mean().item()

@@ -14,11 +14,11 @@ Three kinds, as draft modules (the interface of HiddenTransfer), so that trees, 
   * medusa-linear the same parameters as medusa without the SiLU: n + W_i n + b_i, Medusa's linear relative.
 
 The closed-form start: the linear kind is filled by ridge regression from n to the n that is i places ahead, which is the
-last point of hidden transfer's sweep over blocks. SiLU(W n + b) is bounded from below and cannot be filled so; a shared
-unembedding cannot undo that, which is why the linear kind stands beside it. The full kind could start from the model's
-unembedding times the ridge map (`closed_form`), the block staying at zero.
+last point of hidden transfer's sweep over blocks; the full kind starts from the model's unembedding times that map, its
+block staying at zero. SiLU(W n + b) is bounded from below and cannot be filled so, nor can a shared unembedding undo that,
+which is why the linear kind stands beside the matched one, which starts as the paper has it.
 
-Departures from the paper: distillation from the model's own distribution, with the data and the loss of hidden transfer
+Departures from the paper: the closed-form start of the full kind (--no-closed-form is the paper's); distillation from the model's own distribution, with the data and the loss of hidden transfer
 (the paper's own loss is `own_loss`); trees are best-first instead of static (drafters.py has both).
 
     python train.py --stage medusa                  # parameter-matched; --heads full, --heads linear

@@ -13,7 +13,7 @@ Departures from the paper:
 
     python train.py --stage self-speculation        # search the skipped set; minutes
 """
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from tqdm import tqdm
@@ -139,23 +139,3 @@ def search(model: GPT, prompts, new: int = 48) -> tuple[Skip, dict[str, float]]:
             bar.set_postfix_str(f"{best[0]['speed']:.3f} of plain, {len(best[1].attention)} attention and {len(best[1].mlp)} MLP skipped")
         value, skip = best_of([replace(best[1], depth=depth, stop=stop) for depth in DEPTHS for stop in STOPS])
     return replace(skip, attention=tuple(sorted(skip.attention)), mlp=tuple(sorted(skip.mlp))), value
-
-
-def train_self_speculation(args) -> None:
-    """The stage of train.py: search on held-out prompts, save self-speculation.pt in the folder --out."""
-    from pathlib import Path
-
-    from checkpoint import fingerprint, load_checkpoint, save_file
-    from data import encode_texts, read_corpus
-    from measure import cut_prompts
-    model, tokenizer = load_checkpoint(args.checkpoint, torch.float32, args.device, args.revision)
-    stream = encode_texts(read_corpus(args.data)[1], tokenizer)
-    prompt = min(args.length, model.config.block_size // 2)
-    between = stream[len(stream) // (2 * args.batch):]                      # not at the places that tables and tests are made from
-    prompts = cut_prompts(between, args.batch, prompt)
-    skip, value = search(model, prompts, min(48, model.config.block_size - prompt))
-    save_file({"kind": "self-speculation", "base": fingerprint(model), "options": asdict(skip), "notes": value},
-              Path(args.out) / "self-speculation.pt")
-    print(f"skips attention {list(skip.attention)} and MLP {list(skip.mlp)}; depth {skip.depth}, stops below {skip.stop}\n"
-          f"modelled speed {value['speed']:.3f} of plain decoding, {value['tokens_per_pass']:.2f} tokens per pass, "
-          f"{value['accepted']:.0%} of the drafts accepted; saved {args.out}/self-speculation.pt")

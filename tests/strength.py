@@ -43,6 +43,14 @@ BREAKAGES = [
     ("prefixes of compiled models stay", "checkpoint.py", "    while state and all(", "    while False and all(", "checkpoint"),
     ("files are written in place", "cli.py", 'beside = path.with_name(f"{path.stem}.{os.getpid()}.tmp{path.suffix}")', "beside = path", "checkpoint"),
     ("the replay accepts what could not be emitted", "measure.py", "room = max(0, prompt + new - (n + 2) - 1)", "room = max(0, prompt + new - (n + 2))", "measure"),
+    ("Medusa's heads read the state before the norm", "baselines/medusa.py", "n = model.norm(x)", "n = x", "baselines"),
+    ("blind pseudo rows see one another", "baselines/ablations.py", "        if added:", "        if False:", "baselines"),
+    ("self-speculation keeps its drafts' rows", "baselines/self_speculation.py", "round.cache.truncate(committed)", "pass", "baselines"),
+    ("the draft model keeps rejected drafts", "baselines/draft_model.py", "self.fed[kept] == round.tokens[kept]", "True", "baselines"),
+    ("sampled chains pose as picked ones", "baselines/chains.py", "torch.stack(laws) if laws else None", "None", "baselines"),
+    ("drafts drawn with the noise of the next position", "baselines/chains.py", "round.sampler.choose(logits, position)", "round.sampler.choose(logits, position + 1)", "baselines"),
+    ("prompt lookup finds the end of the text itself", "baselines/prompt_lookup.py", "range(len(text) - 1, n - 1, -1)", "range(len(text), n - 1, -1)", "baselines"),
+    ("rivals of another base are taken", "checkpoint.py", "    check_base(contents, path, model)", "    pass", "baselines_training"),
 ]
 
 
