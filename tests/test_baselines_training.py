@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import generate as generation
-import loop
+import distillation
 import train
 from baselines import METHODS, load_modules, load_rivals
 from baselines.medusa import KINDS as HEADS, unembedding
@@ -129,8 +129,8 @@ def test_resumed_runs_end_at_the_same_weights(small, trained, tmp_path, stage):
             if step == 4:
                 raise KeyboardInterrupt
             return fetch(stream, args, step, micro)
-        fetch = loop.windows
-        patch.setattr(loop, "windows", windows)
+        fetch = distillation.windows
+        patch.setattr(distillation, "windows", windows)
         with pytest.raises(KeyboardInterrupt):
             train_maps(small, tmp_path / "cut", *STAGES[stage], "--lr", 1e-2, "--save-every", 3)
     assert state_of(tmp_path / "cut", stage)["step"] == 3
