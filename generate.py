@@ -279,16 +279,25 @@ def parse_tree_size(text: str) -> int:
     return int(text)
 
 
-@torch.inference_mode()
 def first_difference(model, prompt_ids, plain, other) -> str:
     """Where two outputs part, with the gap between the two best logits of the plain step there."""
+    n, gap = difference(model, prompt_ids, plain, other)
+    return f"first difference at new token {n}: plain {plain[n:n + 1]}, drafted {other[n:n + 1]}; top-2 gap {gap:.2e}"
+
+
+@torch.inference_mode()
+def difference(model, prompt_ids, plain, other, sampler: Sampler = Sampler()) -> tuple[int, float]:
+    """(index of the first token that differs, gap there between the two best logits; when sampling, with the noise that
+    chooses the token added to the log probabilities)."""
     n = next((n for n, (a, b) in enumerate(zip(plain, other)) if a != b), min(len(plain), len(other)))
     tokens = prompt_ids + plain[:n]
     device = model.embedding.weight.device
     logits = model(torch.tensor([tokens], device=device), torch.arange(len(tokens), device=device),
-                   causal_mask(len(tokens), device=device), read=slice(-1, None))[0, 0]
-    best = logits.double().topk(2).values
-    return f"first difference at new token {n}: plain {plain[n:n + 1]}, drafted {other[n:n + 1]}; top-2 gap {best[0] - best[1]:.2e}"
+                   causal_mask(len(tokens), device=device), read=slice(-1, None))[0, 0].double().cpu()         # (V,)
+    if sampler.temperature > 0:
+        logits = sampler.log_probs(logits) + sampler.noise(len(tokens), len(logits))
+    best = logits.topk(2).values
+    return n, (best[0] - best[1]).item()
 
 
 if __name__ == "__main__":

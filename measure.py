@@ -87,8 +87,10 @@ def accepted_depths(scores, candidates, truth: list[int], sizes) -> list[int]:
     return [max([d for node, d in depths_by_node if node < size], default=0) for size in sizes]
 
 
-def tokens_per_pass(model, transfer, sequences: torch.Tensor, prompt: int, sizes=TREE_SIZES) -> dict[int, float]:
+def tokens_per_pass(model, transfer, sequences: torch.Tensor, prompt: int, sizes=TREE_SIZES, acceptance=None) -> dict[int, float]:
     """Mean accepted tokens by tree size, by replaying greedy decoding on `sequences` (B, prompt + new).
+
+    With `acceptance` (K rows of measured acceptance by rank) the trees are the static ones built from it.
 
     The sequences are the model's own greedy continuations, so one causal pass gives every draft that decoding
     could ask for, and the replay visits exactly the rows that decoding would visit.
@@ -102,7 +104,7 @@ def tokens_per_pass(model, transfer, sequences: torch.Tensor, prompt: int, sizes
             # Decoding drafts no deeper than it can still emit, its own token behind the drafts included.
             truth = sequence[n + 2:]
             room = max(0, len(truth) - 1)
-            depths.append(accepted_depths(scores[b][n][:room], candidates[b][n], truth, sizes))
+            depths.append(accepted_depths((acceptance or scores[b][n])[:room], candidates[b][n], truth, sizes))
         for s in range(len(sizes)):
             n = prompt - 1
             passes[s] += 1                                                  # the prefill emits one token
@@ -169,25 +171,32 @@ def choose_tree_size(model, make_drafter, expected: dict[int, float], prompt_ids
     return *(choice if rates[choice] > 1.1 * rates[1, 0] else (1, 0)), costs
 
 
-def paired_speed(model, drafters: dict, prompts, max_new_tokens: int = 64, rounds: int = 5, sampler: Sampler = Sampler()):
-    """Decode all prompts plainly and with each drafter, in turns (A B A B ...), `rounds` times after a warm-up.
+def paired_speed(model, drafters: dict, prompts, max_new_tokens: int = 64, rounds: int = 5, sampler: Sampler = Sampler(),
+                 bar=None, **settings):
+    """Decode each prompt plainly and with each drafter, in turns (A B A B ...), `rounds` times after a warm-up.
 
-    Returns {name: {"ratio": [plain seconds / seconds, one per round], "tokens": new tokens per pass, "ms": per pass}};
-    both sides emit the same tokens, counted by the same code, so the ratio of seconds is the ratio of tokens/s.
+    Returns {name: {"ratio": [plain seconds / seconds, one per round], "tokens": new tokens per pass, "ms": per pass,
+    "per_second": new tokens, "runs": [round][prompt] -> Generation}}; both sides emit the same tokens, counted by the same
+    code, so the ratio of seconds is the ratio of tokens/s. settings: what else generate is to be given; bar: a tqdm bar.
     """
     sides = {"plain": None} | drafters
-    report = {name: {"seconds": [], "new": 0, "passes": 0} for name in sides}
+    runs = {name: [[] for _ in range(rounds)] for name in sides}
     for round in range(-1, rounds):                                         # round -1 warms up
-        for name, drafter in sides.items():
-            runs = [generate(model, p, drafter, sampler, max_new_tokens) for p in (prompts if round >= 0 else prompts[:2])]
-            if round >= 0:
-                report[name]["seconds"].append(sum(run.seconds for run in runs))
-                report[name]["new"] += sum(run.new_tokens for run in runs)
-                report[name]["passes"] += sum(run.forward_passes for run in runs)
-    plain = report["plain"]["seconds"]
-    return {name: {"ratio": [a / b for a, b in zip(plain, r["seconds"])], "tokens": r["new"] / r["passes"],
-                   "ms": 1000 * sum(r["seconds"]) / r["passes"], "per_second": r["new"] / sum(r["seconds"])}
-            for name, r in report.items()}
+        for prompt in prompts if round >= 0 else prompts[:2]:
+            for name, drafter in sides.items():
+                run = generate(model, prompt, drafter, sampler, max_new_tokens, **settings)
+                if round >= 0:
+                    runs[name][round].append(run)
+                if bar is not None:
+                    bar.update()
+    report = {}
+    for name in sides:
+        seconds = [sum(run.seconds for run in turn) for turn in runs[name]]
+        new, passes = (sum(getattr(run, what) for turn in runs[name] for run in turn) for what in ("new_tokens", "forward_passes"))
+        plain = seconds if name == "plain" else plain                       # sides begin with plain decoding
+        report[name] = {"ratio": [a / b for a, b in zip(plain, seconds)], "tokens": new / passes, "ms": 1000 * sum(seconds) / passes,
+                        "per_second": new / sum(seconds), "runs": runs[name]}
+    return report
 
 
 def profile(model, prompt_ids, drafter, settings: dict) -> str:

@@ -251,7 +251,7 @@ def test_paired_speed_is_the_ratio_of_seconds(monkeypatch):
     report = paired_speed(None, {"slow": "slow"}, [[1], [2], [3]], 10, rounds=4)
     assert report["slow"]["ratio"] == [0.5] * 4 and report["slow"]["tokens"] == 2.0 and report["slow"]["per_second"] == 5.0
     assert report["plain"]["per_second"] == 10.0 and report["slow"]["ms"] == 400
-    assert order == ([None] * 2 + ["slow"] * 2) + ([None] * 3 + ["slow"] * 3) * 4          # in turns, after a warm-up
+    assert order == [None, "slow"] * 2 + [None, "slow"] * 3 * 4             # in turns, after a warm-up
 
 
 @pytest.mark.parametrize("drafted", [True, False])
