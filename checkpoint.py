@@ -195,3 +195,29 @@ def load_transfer(path, model: GPT):
         raise ValueError(f"--transfer {path}: {' '.join(str(error).split())}") from None
     transfer = transfer.to(model.embedding.weight).requires_grad_(False).eval()
     return lay_out_for_cpu(transfer) if model.embedding.weight.device.type == "cpu" else transfer, contents["notes"]
+
+
+def save_module(module, model: GPT, path, method: str, options: dict, notes: dict | None = None) -> None:
+    """A trained rival (baselines/): float16 weights, the fingerprint of its base, and the options that make it anew."""
+    state = {name: p.detach().to("cpu", torch.float16) for name, p in module.state_dict().items()}
+    save_file({"kind": method, "base": fingerprint(model), "options": options, "weights": state, "notes": notes or {}}, path)
+
+
+def load_module(path, method: str, model: GPT, make):
+    """(make(options) with the saved weights, in the model's dtype and device, notes). ValueError for another base's."""
+    contents = load_file(path, method, "drafter")
+    check_base(contents, path, model)
+    try:
+        module = make(contents["options"])
+        module.load_state_dict(contents["weights"])
+        notes = contents["notes"]
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"drafter {path}: {' '.join(str(error).split())}") from None
+    module = module.to(model.embedding.weight).requires_grad_(False).eval()
+    return lay_out_for_cpu(module) if model.embedding.weight.device.type == "cpu" else module, notes
+
+
+def check_base(contents: dict, path, model: GPT) -> None:
+    if contents.get("base") != fingerprint(model):
+        raise ValueError(f"drafter {path} was trained for another base model; train one for this one "
+                         "(python train.py --stage ... --checkpoint ...) or leave it out")

@@ -23,20 +23,32 @@ def hidden_states(model, tokens: torch.Tensor) -> list[torch.Tensor]:
     return states
 
 
+@torch.inference_mode()
+def last_hidden_state(model, tokens: torch.Tensor) -> torch.Tensor:
+    """What the unembedding reads, behind the final norm, (B, T, C), of a causal pass over tokens (B, T)."""
+    T, device = tokens.shape[1], tokens.device
+    position_ids, mask = torch.arange(T, device=device), causal_mask(T, device=device)
+    x, rope = model.embed(tokens, position_ids), model.rope(position_ids)
+    for layer, block in enumerate(model.blocks):
+        x = block(x, rope, mask, None, layer)
+    return model.norm(x)
+
+
 class RidgeSums:
     """X'X and X'Y for all blocks and steps; `add` a batch at a time, then `solve`."""
 
-    def __init__(self, config, steps: int, device="cpu", shift_positions: bool = False):
-        """shift_positions: as for HiddenTransfer; the maps are then fitted to what the shift leaves."""
-        C, L = config.n_embd, config.n_layer
-        self.steps, self.rows, self.shift_positions = steps, 0, shift_positions
+    def __init__(self, config, steps: int, device="cpu", shift_positions: bool = False, last: bool = False):
+        """shift_positions: as for HiddenTransfer; the maps are then fitted to what the shift leaves. last: instead of
+        the states entering the blocks, the one that the unembedding reads, as t = 0 (Medusa's heads, baselines/medusa.py)."""
+        C, L = config.n_embd, 1 if last else config.n_layer
+        self.steps, self.rows, self.shift_positions, self.last = steps, 0, shift_positions, last
         self.xx = torch.zeros(L, C + 1, C + 1, dtype=torch.float64, device=device)           # with a 1 for the bias
         self.xy = torch.zeros(L, steps, C + 1, C, dtype=torch.float64, device=device)
 
     def add(self, model, tokens: torch.Tensor) -> None:
         """tokens (B, T); the last `steps` rows have no full set of targets and are left out."""
         n = tokens.shape[1] - self.steps
-        for t, h in enumerate(hidden_states(model, tokens)):
+        for t, h in enumerate([last_hidden_state(model, tokens)] if self.last else hidden_states(model, tokens)):
             h = h.double()
             x = h[:, :n].flatten(0, 1)                                      # (B*n, C)
             x = torch.cat([x, x.new_ones(len(x), 1)], dim=1)                # (B*n, C + 1)
@@ -48,12 +60,13 @@ class RidgeSums:
                 self.xy[t, i - 1] += x.T @ y.flatten(0, 1)                  # (B*n, C)
         self.rows += len(tokens) * n
 
-    def solve(self, t: int, i: int, ridge: float = 1e-3) -> torch.Tensor:
-        """(C + 1, C): the map for step i at block t, its last row the bias. ridge: share of the mean variance."""
-        xx = self.xx[t].clone()
+    def solve(self, t: int, i: int, ridge: float = 1e-3, bias: bool = True) -> torch.Tensor:
+        """(C + 1, C): the map for step i at block t, its last row the bias, or (C, C) for the best map without one.
+        ridge: share of the mean variance."""
+        xx, xy = self.xx[t].clone(), self.xy[t, i - 1]
         strength = ridge * xx.diagonal()[:-1].mean()
         xx.diagonal()[:-1] += strength                                      # the bias is not shrunk
-        return torch.linalg.solve(xx, self.xy[t, i - 1])
+        return torch.linalg.solve(xx, xy) if bias else torch.linalg.solve(xx[:-1, :-1], xy[:-1])
 
     def fill(self, transfer: HiddenTransfer) -> HiddenTransfer:
         for i, (t, linear) in enumerate(zip(transfer.layers, transfer.maps), start=1):

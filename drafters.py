@@ -46,13 +46,13 @@ class Autoregressive:
 class HiddenTransferDrafter:
     """Drafts by hidden transfer, in trees of `tree_size` nodes (root included).
 
+    Any module with HiddenTransfer's forward, draft, read_out and first takes its place: see baselines/.
+
     sources: how many of the likeliest nodes spawn pseudo rows within the verifying pass. tree_size gives the paper's
     single pass; 0 computes the pseudo rows after the walk, for the accepted node alone. The drafts are the same.
     shape: "best-first", "chain", or "static" (from `acceptance`, K rows of measured acceptance by rank).
     sampled: draw the children from the draft distribution, as rejection sampling needs it.
     """
-    method = "hidden-transfer"
-
     def __init__(self, transfer: HiddenTransfer, tree_size: int = 16, sources: int = 0, shape: str = "best-first",
                  acceptance: list[list[float]] | None = None, sampled: bool = False):
         if not 1 <= tree_size <= MAX_TREE_SIZE:
@@ -64,7 +64,7 @@ class HiddenTransferDrafter:
         if (shape == "static" or sampled) and not acceptance:
             raise ValueError("a static tree needs the acceptance table that train.py stores with the maps")
         self.transfer = transfer.first(max(1, tree_size - 1))
-        self.tree_size, self.sources = tree_size, min(sources, tree_size)
+        self.method, self.tree_size, self.sources = transfer.method, tree_size, min(sources, tree_size)
         self.shape, self.acceptance, self.sampled = shape, acceptance, sampled
         self.rows = len(self.transfer.layers) * max(1, self.sources)
 
@@ -82,7 +82,7 @@ class HiddenTransferDrafter:
             hidden = pseudo[0, source]                                      # (K, C), computed in the verifying pass
         else:
             hidden = self.transfer.draft(round.model, taps, round.row, len(round.tokens) - 2, round.cache)[0, 0]
-        return round.model.unembed(hidden[:round.max_depth])                # (min(K, max_depth), V)
+        return self.transfer.read_out(round.model, hidden[:round.max_depth])        # (min(K, max_depth), V)
 
     def propose(self, round: Round) -> Tree:
         root, size = round.tokens[-1], self.tree_size

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from baselines import METHODS, load_rivals
 from chat import chat_prompt
 from checkpoint import BASE, CHECKPOINT_HELP, DTYPES, TRANSFER, load_checkpoint, load_transfer
 from cli import Parser, pick_device, run
@@ -171,7 +172,8 @@ def parse_args(argv=None):
     prompt.add_argument("--prompt-file", help="file with the text to continue, UTF-8")
     prompt.add_argument("--token-ids", help="token ids to continue, as in 1,2,3")
     p.add_argument("--max-new-tokens", type=int, default=128)
-    p.add_argument("--method", choices=["hidden-transfer", "autoregressive"], default="hidden-transfer")
+    p.add_argument("--method", choices=["hidden-transfer", "autoregressive", *METHODS], default="hidden-transfer")
+    p.add_argument("--rivals", default=str(BASE.parent), help="folder with the files of the other methods, from train.py --stage")
     p.add_argument("--tree-size", default="16",
                    help="nodes of the candidate tree, root included (16); auto: the fastest on this machine, measured")
     p.add_argument("--sources", type=int, help="how many of the likeliest nodes draft in the verifying pass; 0: none, drafts are made after "
@@ -258,6 +260,8 @@ def make_drafter(args, model, prompt_ids):
     size = None if args.tree_size == "auto" else parse_tree_size(args.tree_size)
     if args.method == "autoregressive":
         return Autoregressive()
+    if args.method in METHODS:
+        return make_rival(args, model, 16 if size is None else size)
     transfer, notes = load_transfer(args.transfer, model)
 
     def drafter_of(size, sources):
@@ -271,6 +275,15 @@ def make_drafter(args, model, prompt_ids):
     else:
         sources = 4 if model.embedding.weight.device.type == "cpu" else size                   # see the README
     return drafter_of(size, sources if args.sources is None else args.sources)
+
+
+def make_rival(args, model, size: int):
+    rivals = load_rivals(model, args.rivals)
+    if args.method not in rivals:
+        raise ValueError(f"--method {args.method}: {args.rivals} holds no file of it for this base model (python train.py --stage ...)")
+    if args.tree_size == "auto" or args.sources is not None:
+        raise ValueError(f"--method {args.method} takes no --tree-size auto and no --sources; those are for hidden-transfer")
+    return rivals[args.method](size, args.verify == "rejection")
 
 
 def parse_tree_size(text: str) -> int:

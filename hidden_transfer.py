@@ -23,6 +23,7 @@ from model import GPT, check_inputs
 
 class HiddenTransfer(nn.Module):
     """K linear maps C -> C, map i - 1 applied at the input of block layers[i - 1]; they start as the identity."""
+    method = "hidden-transfer"
 
     def __init__(self, config, layers: list[int], shift_positions: bool = False):
         """shift_positions: add the difference of the two position embeddings (learned positions only)."""
@@ -63,7 +64,7 @@ class HiddenTransfer(nn.Module):
 
         tokens (B, T), position_ids (T,), mask (T, S) bool as for GPT.forward; sources (S,) indices of real rows,
         all by default. Returns x (B, T, C), the real rows after the last block; pseudo (B, S, K, C), the pseudo rows
-        after the last block (model.unembed reads both out); taps [K x (B, T, C)], the real rows entering block t_i.
+        after the last block (`read_out` gives their logits); taps [K x (B, T, C)], the real rows entering block t_i.
         """
         check_inputs(model, tokens, position_ids, mask, cache)
         T, device = tokens.shape[1], tokens.device
@@ -92,6 +93,10 @@ class HiddenTransfer(nn.Module):
         x, _ = self.climb(model, x, 0, rope, mask, cache, min(self.layers),
                           lambda i, _: self.spawn(model, i, taps[i - 1][:, row:row + 1], source))
         return self.by_step(x, 1)
+
+    def read_out(self, model: GPT, pseudo) -> torch.Tensor:
+        """Pseudo states (..., K, C) -> logits (..., K, V), by the model's own norm and unembedding."""
+        return model.unembed(pseudo)
 
     def climb(self, model, x, T, rope, mask, cache, first, spawn):
         """Blocks first .. L-1 on rows x (B, T, C), with spawn(i, x[:, :T]) appended at block t_i, if there is one."""

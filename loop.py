@@ -17,7 +17,7 @@ from checkpoint import load_file, save_file
 
 # What stays fixed over a run and its resumptions.
 PLAN = ("steps", "batch", "accumulate", "length", "lr", "seed", "data", "checkpoint", "revision", "position", "own_tokens",
-        "transfer_layers", "shift_positions")
+        "transfer_layers", "shift_positions", "loss", "closed_form")
 
 
 def fit(module, optimizers, loss_of, stream, args, label: str) -> list[tuple[int, float]]:

@@ -62,7 +62,7 @@ def draft_whole(model, transfer, tokens: torch.Tensor, count: int):
     scores, candidates, own = [], [], []
     for row in tokens:                                                      # one sequence at a time bounds the memory
         x, pseudo, _ = transfer(model, row[None], torch.arange(T, device=device), causal_mask(T, device=device))
-        logits = model.unembed(pseudo[0].flatten(0, 1))                     # (T, K, C) -> (T*K, V)
+        logits = transfer.read_out(model, pseudo[0]).flatten(0, 1)          # (T, K, V) -> (T*K, V)
         s, c = rank_drafts(logits, Sampler(), 0, count)
         K = pseudo.shape[2]
         scores.append([s[t * K:(t + 1) * K] for t in range(T)])
