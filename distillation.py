@@ -20,8 +20,8 @@ from baselines.medusa import own_loss
 from data import encode_texts, read_corpus
 from hidden_transfer import distillation_loss
 from loop import generator_of, windows
-from measure import continue_greedily, cut_prompts, even_windows
 from model import KVCache, causal_mask
+from replay import continue_greedily, cut_prompts, even_windows
 from responses import Response, held_out, is_complete, load_responses, write_responses
 
 PROMPTS, PROMPT, NEW = 50, 32, 128  # held-out prompts, their length and what is generated from them

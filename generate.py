@@ -224,6 +224,7 @@ def main() -> None:
         print(profile(model, prompt_ids, drafter, settings | {"verify": args.verify}))
     print(json.dumps(report) if args.json else summary(report))
     if args.check and not report["identical"]:
+        from measure import first_difference                                # measure.py builds on this file
         print(first_difference(model, prompt_ids, plain.token_ids, result.token_ids), file=sys.stderr)
         sys.exit(1)
 
@@ -290,18 +291,6 @@ def parse_tree_size(text: str) -> int:
     if not re.fullmatch("[0-9]+", text) or not 1 <= int(text) <= MAX_TREE_SIZE:
         raise ValueError(f"--tree-size {text}: it must be auto or a whole number from 1 (plain decoding) to {MAX_TREE_SIZE}")
     return int(text)
-
-
-@torch.inference_mode()
-def first_difference(model, prompt_ids, plain, other) -> str:
-    """Where two outputs part, with the gap between the two best logits of the plain step there."""
-    n = next((n for n, (a, b) in enumerate(zip(plain, other)) if a != b), min(len(plain), len(other)))
-    tokens = prompt_ids + plain[:n]
-    device = model.embedding.weight.device
-    logits = model(torch.tensor([tokens], device=device), torch.arange(len(tokens), device=device),
-                   causal_mask(len(tokens), device=device), read=slice(-1, None))[0, 0]
-    best = logits.double().topk(2).values
-    return f"first difference at new token {n}: plain {plain[n:n + 1]}, drafted {other[n:n + 1]}; top-2 gap {best[0] - best[1]:.2e}"
 
 
 if __name__ == "__main__":

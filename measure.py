@@ -14,148 +14,13 @@ from tqdm import tqdm
 from checkpoint import BASE, CHECKPOINT_HELP, DTYPES, load_checkpoint, load_transfer
 from cli import Parser, pick_device, positive, run
 from data import encode_texts, n_bytes, read_corpus
-from drafters import HiddenTransferDrafter, rank_drafts
+from drafters import HiddenTransferDrafter
 from generate import generate, synchronize
-from model import KVCache, causal_mask
+from model import causal_mask
 from pretrain import bits_per_byte
+from replay import cut_prompts
 from sampler import Sampler
-from tree import best_first
 
-TREE_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-RANKS = (1, 2, 3, 5, 10)
-
-
-def cut_prompts(stream, count: int = 50, length: int = 32) -> list[list[int]]:
-    """`count` prompts of `length` tokens, cut at even distances from a stream of tokens (N,)."""
-    if len(stream) < count * length:
-        raise ValueError(f"--data: {len(stream)} held-out tokens are too few for {count} prompts of {length}")
-    stride = (len(stream) - length) // count
-    return [stream[i * stride:i * stride + length].tolist() for i in range(count)]
-
-
-@torch.inference_mode()
-def continue_greedily(model, prompts: list[list[int]], new: int) -> torch.Tensor:
-    """Plain greedy decoding of prompts of one length as one batch: (B, length + new) tokens."""
-    device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
-    tokens = torch.tensor(prompts, device=device)                           # (B, T)
-    B, T = tokens.shape
-    cache = KVCache(model.config, T + new, B, dtype, device)
-    mask, fed = causal_mask(T, device=device), tokens
-    for _ in range(new):
-        position_ids = torch.arange(cache.length, cache.length + fed.shape[1], device=device)
-        logits = model(fed, position_ids, mask, cache, slice(-1, None))     # (B, 1, V)
-        cache.commit(list(range(fed.shape[1])))
-        fed = logits.argmax(-1)                                             # (B, 1)
-        tokens = torch.cat([tokens, fed], dim=1)
-        mask = torch.ones(1, cache.length + 1, dtype=torch.bool, device=device)
-    return tokens
-
-
-@torch.inference_mode()
-def draft_whole(model, transfer, tokens: torch.Tensor, count: int, first: int = 0):
-    """Drafts from the rows of a sequence, tokens (T,), in one causal pass, as decoding would make them from that row.
-
-    Returns scores and candidates, T - first lists of K lists of `count`, best first, and the model's own argmax (T - first,),
-    for the rows from `first` on.
-    """
-    T, device = len(tokens), tokens.device
-    x, pseudo, _ = transfer(model, tokens[None], torch.arange(T, device=device), causal_mask(T, device=device),
-                            sources=torch.arange(first, T, device=device))
-    K, scores, candidates = pseudo.shape[2], [], []
-    for part in pseudo[0].split(256):                                       # at most 256 sources' logits at a time
-        s, c = rank_drafts(transfer.read_out(model, part).flatten(0, 1), Sampler(), 0, count)       # (S, K, V) -> (S*K, V)
-        scores += [s[k:k + K] for k in range(0, len(s), K)]
-        candidates += [c[k:k + K] for k in range(0, len(c), K)]
-    return scores, candidates, model.unembed(x[0, first:]).argmax(-1)
-
-
-def accepted_depths(scores, candidates, truth: list[int], sizes) -> list[int]:
-    """For each tree size: how deep the best-first tree from these drafts holds the true continuation.
-
-    Trees of growing size are prefixes of one another, so one tree of the largest size answers for all.
-    """
-    parents, ranks = best_first(scores, max(sizes))
-    depth, on_path, depths_by_node = [0], {0: 0}, []                        # on_path: node -> its depth, if right so far
-    for node in range(1, len(parents)):
-        d = depth[parents[node]]
-        depth.append(d + 1)
-        if parents[node] in on_path and d < len(truth) and candidates[d][ranks[node]] == truth[d]:
-            on_path[node] = d + 1
-            depths_by_node.append((node, d + 1))
-    return [max([d for node, d in depths_by_node if node < size], default=0) for size in sizes]
-
-
-def tokens_per_pass(model, transfer, responses, sizes=TREE_SIZES, new: int = 128) -> dict[int, float]:
-    """Mean accepted tokens by tree size, over responses: pairs of tokens (T,) and how many of them are the prompt."""
-    totals = [replay(model, transfer, tokens, prompt, sizes, new) for tokens, prompt in responses]
-    emitted = sum(len(tokens) - prompt for tokens, prompt in responses)
-    return {size: emitted / sum(passes) for size, passes in zip(sizes, zip(*totals))}
-
-
-@torch.inference_mode()
-def replay(model, transfer, tokens: torch.Tensor, prompt: int, sizes=TREE_SIZES, new: int = 128) -> list[int]:
-    """How many passes greedy decoding takes for one response with trees of each size, by replaying it.
-
-    What follows the prompt in tokens (T,) is the model's own greedy continuation, at most `new` tokens, less where it came to its
-    end; so one causal pass gives every draft that decoding could ask for, and the replay visits exactly the rows that
-    decoding would visit.
-    """
-    scores, candidates, _ = draft_whole(model, transfer, tokens, max(1, max(sizes) - 1), prompt - 1)
-    last, sequence, depths = len(tokens) - 1, tokens.tolist(), []           # depths: by row, from the last row of the prompt on
-    for n in range(prompt - 1, last):
-        # Row n has just been accepted and token n + 1 chosen; the drafts made from row n are about n + 2, n + 3, ...
-        # Decoding drafts no deeper than it can still emit, its own token behind the drafts included.
-        room = max(0, prompt + new - (n + 2) - 1)
-        at = n - prompt + 1
-        depths.append(accepted_depths(scores[at][:room], candidates[at], sequence[n + 2:], sizes))
-    counts = []
-    for s in range(len(sizes)):
-        n, passes = prompt - 1, 1                                           # the prefill emits one token
-        while n + 1 < last:
-            passes += 1
-            n += 1 + depths[n - prompt + 1][s]
-        counts.append(passes)
-    return counts
-
-
-def even_windows(stream, windows: int = 40, length: int = 256, device="cpu") -> list[tuple[torch.Tensor, int]]:
-    """Windows (T,) at even distances from a stream of tokens (N,), as responses to a prompt of their first token."""
-    length = min(length, len(stream))
-    starts = torch.linspace(0, len(stream) - length, windows).long().tolist()
-    return [(torch.from_numpy(stream[s:s + length].astype("int64")).to(device), 1) for s in starts]
-
-
-@torch.inference_mode()
-def agreement(model, transfer, responses) -> list[list[float]]:
-    """K rows: how often the model's own argmax is among the first 1, 2, 3, 5, 10 of a step's draft, over responses: pairs of
-    tokens (T,) and how many of them are the prompt."""
-    hits, rows = [[0] * len(RANKS) for _ in transfer.layers], [0] * len(transfer.layers)
-    for tokens, prompt in responses:
-        _, candidates, own = draft_whole(model, transfer, tokens, max(RANKS), prompt - 1)
-        for i in range(1, len(hits) + 1):
-            for n, token in enumerate(own.tolist()[i:]):
-                row, rows[i - 1] = candidates[n][i - 1], rows[i - 1] + 1
-                rank = row.index(token) if token in row else max(RANKS)
-                hits[i - 1] = [count + (rank < top) for count, top in zip(hits[i - 1], RANKS)]
-    return [[count / max(1, total) for count in row] for row, total in zip(hits, rows)]
-
-
-@torch.inference_mode()
-def acceptance_by_rank(model, transfer, responses, count: int = 32) -> list[list[float]]:
-    """K rows of `count`: how often the candidate of each rank is the token that greedy decoding emits (static trees)."""
-    table, rows = [[0] * count for _ in transfer.layers], 0
-    for tokens, prompt in responses:
-        _, candidates, _ = draft_whole(model, transfer, tokens, count, prompt - 1)
-        sequence = tokens.tolist()
-        for n in range(prompt - 1, len(sequence) - 1 - len(table)):
-            rows += 1
-            for k, row in enumerate(candidates[n - prompt + 1]):
-                if sequence[n + 2 + k] in row:
-                    table[k][row.index(sequence[n + 2 + k])] += 1
-    return [sorted((hits / max(1, rows) for hits in row), reverse=True) for row in table]   # far ranks are noisy; best_first wants them sorted
-
-
-# ----------------------------------------------------------------------------------------------- speed
 
 def choose_tree_size(model, make_drafter, expected: dict[int, float], prompt_ids, passes: int = 16, repeats: int = 3):
     """The tree with the most tokens per second on this machine: (size, sources, {(size, sources): seconds per pass}).
@@ -181,25 +46,32 @@ def choose_tree_size(model, make_drafter, expected: dict[int, float], prompt_ids
     return *(choice if rates[choice] > 1.1 * rates[1, 0] else (1, 0)), costs
 
 
-def paired_speed(model, drafters: dict, prompts, max_new_tokens: int = 64, rounds: int = 5, sampler: Sampler = Sampler()):
-    """Decode all prompts plainly and with each drafter, in turns (A B A B ...), `rounds` times after a warm-up.
+def paired_speed(model, drafters: dict, prompts, max_new_tokens: int = 64, rounds: int = 5, sampler: Sampler = Sampler(),
+                 bar=None, **settings):
+    """Decode each prompt plainly and with each drafter, in turns (A B A B ...), `rounds` times after a warm-up.
 
-    Returns {name: {"ratio": [plain seconds / seconds, one per round], "tokens": new tokens per pass, "ms": per pass}};
-    both sides emit the same tokens, counted by the same code, so the ratio of seconds is the ratio of tokens/s.
+    Returns {name: {"ratio": [plain seconds / seconds, one per round], "tokens": new tokens per pass, "ms": per pass,
+    "per_second": new tokens, "runs": [round][prompt] -> Generation}}; both sides emit the same tokens, counted by the same
+    code, so the ratio of seconds is the ratio of tokens/s. settings: what else generate is to be given; bar: a tqdm bar.
     """
     sides = {"plain": None} | drafters
-    report = {name: {"seconds": [], "new": 0, "passes": 0} for name in sides}
+    runs = {name: [[] for _ in range(rounds)] for name in sides}
     for round in range(-1, rounds):                                         # round -1 warms up
-        for name, drafter in sides.items():
-            runs = [generate(model, p, drafter, sampler, max_new_tokens) for p in (prompts if round >= 0 else prompts[:2])]
-            if round >= 0:
-                report[name]["seconds"].append(sum(run.seconds for run in runs))
-                report[name]["new"] += sum(run.new_tokens for run in runs)
-                report[name]["passes"] += sum(run.forward_passes for run in runs)
-    plain = report["plain"]["seconds"]
-    return {name: {"ratio": [a / b for a, b in zip(plain, r["seconds"])], "tokens": r["new"] / r["passes"],
-                   "ms": 1000 * sum(r["seconds"]) / r["passes"], "per_second": r["new"] / sum(r["seconds"])}
-            for name, r in report.items()}
+        for prompt in prompts if round >= 0 else prompts[:2]:
+            for name, drafter in sides.items():
+                run = generate(model, prompt, drafter, sampler, max_new_tokens, **settings)
+                if round >= 0:
+                    runs[name][round].append(run)
+                if bar is not None:
+                    bar.update()
+    report = {}
+    for name in sides:
+        seconds = [sum(run.seconds for run in turn) for turn in runs[name]]
+        new, passes = (sum(getattr(run, what) for turn in runs[name] for run in turn) for what in ("new_tokens", "forward_passes"))
+        plain = seconds if name == "plain" else plain                       # sides begin with plain decoding
+        report[name] = {"ratio": [a / b for a, b in zip(plain, seconds)], "tokens": new / passes, "ms": 1000 * sum(seconds) / passes,
+                        "per_second": new / sum(seconds), "runs": runs[name]}
+    return report
 
 
 def profile(model, prompt_ids, drafter, settings: dict) -> str:
@@ -248,6 +120,27 @@ def exactness(model, transfer, prompts, max_new_tokens: int, sizes=(4, 16, 64)) 
                 mean = sum(run.new_tokens for run in runs) / sum(run.forward_passes for run in runs)
                 cells.append(f"{differ:>11}{mean:>11.2f}")
             tqdm.write(f"{name:28}" + "".join(cells))
+
+
+def first_difference(model, prompt_ids, plain, other) -> str:
+    """Where two outputs part, with the gap between the two best logits of the plain step there."""
+    n, gap = difference(model, prompt_ids, plain, other)
+    return f"first difference at new token {n}: plain {plain[n:n + 1]}, drafted {other[n:n + 1]}; top-2 gap {gap:.2e}"
+
+
+@torch.inference_mode()
+def difference(model, prompt_ids, plain, other, sampler: Sampler = Sampler()) -> tuple[int, float]:
+    """(index of the first token that differs, gap there between the two best logits; when sampling, with the noise that
+    chooses the token added to the log probabilities)."""
+    n = next((n for n, (a, b) in enumerate(zip(plain, other)) if a != b), min(len(plain), len(other)))
+    tokens = prompt_ids + plain[:n]
+    device = model.embedding.weight.device
+    logits = model(torch.tensor([tokens], device=device), torch.arange(len(tokens), device=device),
+                   causal_mask(len(tokens), device=device), read=slice(-1, None))[0, 0].double().cpu()         # (V,)
+    if sampler.temperature > 0:
+        logits = sampler.log_probs(logits) + sampler.noise(len(tokens), len(logits))
+    best = logits.topk(2).values
+    return n, (best[0] - best[1]).item()
 
 
 def speed(model, transfer, notes, prompts, args) -> None:

@@ -28,8 +28,8 @@ from closed_form import RidgeSums
 from distillation import NEW, Exam, FromResponses, FromText
 from hidden_transfer import HiddenTransfer
 from loop import fit, set_up_processes
-from measure import RANKS, TREE_SIZES, acceptance_by_rank, agreement, tokens_per_pass
 from pretrain import train_base
+from replay import RANKS, TREE_SIZES, acceptance_by_rank, agreement, tokens_per_pass
 
 STEPS = 4           # transfer steps, all at three quarters of the blocks unless --transfer-layers says otherwise: see --sweep
 DEFAULTS = {        # per stage, and for --responses: what the command line leaves open

@@ -14,9 +14,9 @@ from checkpoint import fingerprint, load_checkpoint, save_file, save_module
 from data import encode_texts, read_corpus
 from distillation import FromText
 from loop import fit
-from measure import cut_prompts
 from model import GPT, causal_mask
 from pretrain import make_optimizers
+from replay import cut_prompts
 
 
 def train_draft_model(args) -> None:

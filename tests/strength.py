@@ -42,7 +42,7 @@ BREAKAGES = [
     ("maps of another base are taken", "checkpoint.py", 'if contents.get("base") != fingerprint(model):', "if False:", "checkpoint cli"),
     ("prefixes of compiled models stay", "checkpoint.py", "    while state and all(", "    while False and all(", "checkpoint"),
     ("files are written in place", "cli.py", 'beside = path.with_name(f"{path.stem}.{os.getpid()}.tmp{path.suffix}")', "beside = path", "checkpoint"),
-    ("the replay accepts what could not be emitted", "measure.py", "room = max(0, prompt + new - (n + 2) - 1)", "room = max(0, prompt + new - (n + 2))", "measure"),
+    ("the replay accepts what could not be emitted", "replay.py", "room = max(0, prompt + new - (n + 2) - 1)", "room = max(0, prompt + new - (n + 2))", "measure"),
     ("Medusa's heads read the state before the norm", "baselines/medusa.py", "n = model.norm(x)", "n = x", "baselines"),
     ("blind pseudo rows see one another", "baselines/ablations.py", "        if added:", "        if False:", "baselines"),
     ("self-speculation keeps its drafts' rows", "baselines/self_speculation.py", "round.cache.truncate(committed)", "pass", "baselines"),

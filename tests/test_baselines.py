@@ -25,7 +25,7 @@ from conftest import (BLOCK, KINDS, PROMPT, VOCAB, assert_close, fresh_cache_row
 from drafters import HiddenTransferDrafter, Round
 from drafters_for_tests import Oracle, Watch, bushy_shape
 from generate import generate
-from measure import continue_greedily, tokens_per_pass
+from replay import continue_greedily, tokens_per_pass
 from model import KVCache, causal_mask
 from sampler import Sampler
 from test_sampling import (assert_drawn_from, assert_same_law, generation_law, law_of_texts, model_target, next_logits, tiny_model)

@@ -23,6 +23,7 @@ import torch
 import distillation
 import generate
 import measure
+import replay
 import responses
 import train
 import tree
@@ -60,7 +61,7 @@ def files(tmp_path_factory) -> Path:
     model, tokenizer = load_checkpoint(folder / "tiny.pt")
     # maps fitted to the very text that is decoded below: many drafts are right
     sums = RidgeSums(model.config, 2)
-    sums.add(model, measure.continue_greedily(model, [tokenizer.encode_ordinary(TEXT)], NEW + 6))
+    sums.add(model, replay.continue_greedily(model, [tokenizer.encode_ordinary(TEXT)], NEW + 6))
     transfer = sums.fill(HiddenTransfer(model.config, [1, 2]))
     notes = {"tokens_per_pass": {1: 1.0, 2: 1.3, 4: 1.6}, "acceptance": [[0.5, 0.2, 0.1], [0.3, 0.1, 0.05]]}
     save_transfer(transfer, model, folder / "maps.pt", notes)
@@ -525,7 +526,7 @@ def test_maps_from_training_are_taken(files, tmp_path, monkeypatch):
     for name, value in {"PROMPTS": 2, "PROMPT": 8, "NEW": 8}.items():
         monkeypatch.setattr(distillation, name, value)
     monkeypatch.setattr(train, "NEW", 8)
-    monkeypatch.setattr(distillation, "even_windows", lambda stream, length, device: measure.even_windows(stream, 2, 32, device))
+    monkeypatch.setattr(distillation, "even_windows", lambda stream, length, device: replay.even_windows(stream, 2, 32, device))
     status, out, _ = teach(files, tmp_path / "out")
     assert status == 0 and "python generate.py --transfer" in out
     report = decode_json(files, "--transfer", tmp_path / "out" / "transfer.pt", "--dtype", "float64", "--check", "--tree-size", "auto")

@@ -17,8 +17,9 @@ from conftest import KINDS, PROMPT, VOCAB, full_logits, make_model, make_transfe
 from drafters import HiddenTransferDrafter, rank_drafts
 from generate import generate
 from hidden_transfer import HiddenTransfer
-from measure import (accepted_depths, acceptance_by_rank, agreement, choose_tree_size, continue_greedily, cut_prompts, draft_whole,
-                     even_windows, exactness, paired_speed, profile, replay, tokens_per_pass)
+from measure import choose_tree_size, exactness, paired_speed, profile
+from replay import (accepted_depths, acceptance_by_rank, agreement, continue_greedily, cut_prompts, draft_whole, even_windows, replay,
+                    tokens_per_pass)
 from sampler import Sampler
 from tree import best_first
 
@@ -38,7 +39,7 @@ def measured(request):
 
 
 def responses(sequences, prompt=START):
-    """Rows of (B, T) as measure.py takes them: each with the length of its prompt."""
+    """Rows of (B, T) as replay.py takes them: each with the length of its prompt."""
     return [(row, prompt) for row in sequences]
 
 
@@ -325,7 +326,7 @@ def test_paired_speed_is_the_ratio_of_seconds(monkeypatch):
     report = paired_speed(None, {"slow": "slow"}, [[1], [2], [3]], 10, rounds=4)
     assert report["slow"]["ratio"] == [0.5] * 4 and report["slow"]["tokens"] == 2.0 and report["slow"]["per_second"] == 5.0
     assert report["plain"]["per_second"] == 10.0 and report["slow"]["ms"] == 400
-    assert order == ([None] * 2 + ["slow"] * 2) + ([None] * 3 + ["slow"] * 3) * 4          # in turns, after a warm-up
+    assert order == [None, "slow"] * 2 + [None, "slow"] * 3 * 4             # in turns, after a warm-up
 
 
 @pytest.mark.parametrize("drafted", [True, False])

@@ -12,7 +12,7 @@ from checkpoint import load_checkpoint, load_transfer, TRANSFER
 from data import encode_texts, is_held_out
 from drafters import HiddenTransferDrafter
 from generate import generate
-from measure import cut_prompts
+from replay import cut_prompts
 from model import KVCache
 from sampler import Sampler
 

@@ -24,7 +24,7 @@ import torch
 import closed_form
 import distillation
 import loop
-import measure
+import replay
 import pretrain
 import train
 from checkpoint import BASE, load_checkpoint, load_file, load_transfer, save_checkpoint
@@ -37,7 +37,7 @@ from sampler import Sampler
 
 ROOT = Path(__file__).resolve().parent.parent
 # fewer and shorter measurements than train.py makes at its end
-QUICK = {"PROMPTS": 3, "PROMPT": 8, "NEW": 10, "even_windows": lambda stream, length, device: measure.even_windows(stream, 2, 32, device)}
+QUICK = {"PROMPTS": 3, "PROMPT": 8, "NEW": 10, "even_windows": lambda stream, length, device: replay.even_windows(stream, 2, 32, device)}
 
 
 @pytest.fixture(scope="module")
@@ -380,7 +380,7 @@ def test_what_a_run_writes(trained, small):
     assert (out / "training.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert (out / "training.png").read_bytes().endswith(b"IEND\xaeB`\x82")
     transfer, notes = load_transfer(out / "transfer.pt", load_checkpoint(small / "tiny.pt")[0])
-    assert transfer.layers == [1, 2] and set(notes["tokens_per_pass"]) == set(measure.TREE_SIZES)
+    assert transfer.layers == [1, 2] and set(notes["tokens_per_pass"]) == set(replay.TREE_SIZES)
     assert len(notes["acceptance"]) == len(notes["agreement"]) == 2 and notes["steps"] == 6
     state = state_of(out)
     assert state["step"] == 6 and [step for step, _ in state["history"]] == list(range(6))
@@ -402,7 +402,7 @@ def test_what_a_run_prints(trained):
             assert (int(step), int(block)) == (i, i)
             assert [float(share) for share in shares] == sorted(float(share) for share in shares) and 0 <= float(shares[0]) <= 1
         sizes, tokens = lines[6].split()[2:], lines[7].split()[1:]
-        assert [int(size) for size in sizes] == list(measure.TREE_SIZES)
+        assert [int(size) for size in sizes] == list(replay.TREE_SIZES)
         assert float(tokens[0]) == 1 and all(float(a) <= float(b) for a, b in zip(tokens, tokens[1:]))
 
 
@@ -628,9 +628,9 @@ def test_resuming_without_a_good_state(small, tmp_path, trained):
 # train.py as QUICK has it, with a line for every step
 SCRIPT = r"""
 import time
-import cli, distillation, loop, measure, train
+import cli, distillation, loop, replay, train
 distillation.PROMPTS, distillation.PROMPT, distillation.NEW, train.NEW = 3, 8, 10, 10
-distillation.even_windows = lambda stream, length, device: measure.even_windows(stream, 2, 32, device)
+distillation.even_windows = lambda stream, length, device: replay.even_windows(stream, 2, 32, device)
 fetch = loop.windows
 def windows(stream, args, step, micro):
     print(f"step {step}\n", end="", flush=True)         # one write: two processes share the pipe
@@ -759,7 +759,7 @@ def test_a_place_that_cannot_be_written(small, tmp_path, place):
 def test_a_base_with_a_short_context(small, tmp_path, monkeypatch):
     """Learned positions end at block_size: measuring with the usual lengths must not go beyond it."""
     monkeypatch.setattr(distillation, "PROMPTS", 3)
-    monkeypatch.setattr(distillation, "even_windows", functools.partial(measure.even_windows, windows=2))
+    monkeypatch.setattr(distillation, "even_windows", functools.partial(replay.even_windows, windows=2))
     shutil.copy(small / "tiny.tiktoken", tmp_path)
     save_checkpoint(make_model("learned", vocab_size=4096, n_embd=16, n_layer=3, block_size=64), tmp_path / "short.pt", "tiny.tiktoken")
     monkeypatch.setattr(sys, "argv", ["train.py"] + arguments(small, tmp_path / "out", "--checkpoint", tmp_path / "short.pt", "--steps", 1))
