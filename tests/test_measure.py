@@ -81,7 +81,7 @@ def test_replay_of_responses_that_end(measured, layers):
     for the room there still was."""
     model, prompts, sequences, maps = measured
     transfer, sizes, lengths = maps(layers), (1, 4, 16), set()
-    for prompt, sequence in zip(prompts[:4], sequences.tolist()):
+    for prompt, sequence in zip(prompts, sequences.tolist()):
         for end in dict.fromkeys(sequence[START + place] for place in (0, 1, 2, 4, 9, 15)):
             ended = generate(model, prompt, None, max_new_tokens=NEW, end_token=end).token_ids
             lengths.add(len(ended))
@@ -89,7 +89,7 @@ def test_replay_of_responses_that_end(measured, layers):
             for size, count in zip(sizes, passes):
                 run = generate(model, prompt, HiddenTransferDrafter(transfer, size), max_new_tokens=NEW, end_token=end)
                 assert run.token_ids == ended and run.forward_passes == count, (len(ended), size)
-    assert {1, 2, 3} <= lengths and max(lengths) > 6
+    assert 1 in lengths and len(lengths) >= 3 and max(lengths) > 6
 
 
 def test_tokens_per_pass_of_several_responses(measured):
