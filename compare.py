@@ -3,7 +3,7 @@ Hidden transfer and its rivals side by side, on one checkpoint and one set of pr
 
     python compare.py                                        # the checkpoint that ships, 20 held-out prompts, every method there is
     python compare.py --methods hidden-transfer,medusa --tree-size 64 --markdown
-    python compare.py --questions question.jsonl --chat --checkpoint SmolLM2-135M-Instruct.gguf --transfer out/transfer.pt
+    python compare.py --questions question.jsonl --chat --checkpoint SmolLM2-135M-Instruct.gguf --tree-size 8,16,32,64
     python compare.py --json --plot out/compare.png
 
 All methods decode the same prompts, in one process and in turns, under the same budget of nodes, and verify by the same walk; one
@@ -43,21 +43,28 @@ WEIGHED = 4                 # prompts on which rows and memory are counted, outs
 # --------------------------------------------------------------------------------------------- methods
 
 def drafters_for(args, model) -> dict:
-    """{name: drafter} of the methods asked for, or of all that have a file for this base. ValueError if one has none."""
-    wanted = args.methods.split(",") if args.methods else None
-    size, drafters = parse_tree_size(args.tree_size), {}
-    rivals = load_rivals(model, args.rivals)
+    """{name: drafter} of the methods asked for, or of all that have a file for this base. ValueError if one has none.
+    With several tree sizes each method is there once for each: "hidden-transfer, 8 nodes"."""
+    wanted, sizes = args.methods.split(",") if args.methods else None, tree_sizes(args)
+    rivals, makers, drafters = load_rivals(model, args.rivals), {}, {}
     for name in wanted or ["hidden-transfer", *rivals]:
         if name == "hidden-transfer":
             transfer, notes = load_transfer(args.transfer, model)
-            sources = 4 if model.embedding.weight.device.type == "cpu" else size                # as generate.py does
-            drafters[name] = HiddenTransferDrafter(transfer, size, sources, "best-first", notes.get("acceptance"))
+            on_cpu = model.embedding.weight.device.type == "cpu"
+            makers[name] = lambda size: HiddenTransferDrafter(transfer, size, 4 if on_cpu else size, "best-first", notes.get("acceptance"))   # as generate.py
         elif name in rivals:
-            drafters[name] = rivals[name](size)
+            makers[name] = rivals[name]
         elif name != "plain":                                               # plain decoding is always there
             raise ValueError(f"--methods {name}: not known, or {args.rivals} has no file of it for this base model; there are "
                              f"{', '.join(['hidden-transfer', *rivals])}")
+    for name, make in makers.items():
+        for size in sizes:
+            drafters[name if len(sizes) == 1 else f"{name}, {size} nodes"] = make(size)
     return drafters
+
+
+def tree_sizes(args) -> list[int]:
+    return [parse_tree_size(size) for size in args.tree_size.split(",")]
 
 
 def parts_of(drafter) -> list[torch.nn.Module]:
@@ -230,10 +237,11 @@ def parse_args(argv=None):
     p.add_argument("--transfer", help="its transfer maps, from train.py; if not given, those that ship for this base model")
     p.add_argument("--rivals", default=str(TRANSFER.parent), help="folder with the rivals' files, from train.py")
     p.add_argument("--methods", help="names with commas between; if not given, all that have a file for this base model")
-    p.add_argument("--tree-size", default="16", help="nodes that a method may have verified in one pass, root included")
+    p.add_argument("--tree-size", default="16", help="nodes that a method may have verified in one pass, root included; or several numbers, as in 8,16,32")
     p.add_argument("--questions", metavar="FILE", help="prompts in Spec-Bench's JSON lines; if not given, held-out text of 32 tokens each")
     p.add_argument("--chat", action="store_true", help="put each question into the model's own chat template")
     p.add_argument("--category", help="only these categories of the questions, with commas between")
+    p.add_argument("--per-category", type=positive, metavar="N", help="only N questions of each category, at even distances")
     p.add_argument("--prompts", type=positive, help="how many (20 pieces of held-out text; all questions)")
     p.add_argument("--max-new-tokens", type=positive, default=128)
     p.add_argument("--rounds", type=positive, default=3, help="how often each prompt is decoded by each method")
@@ -255,7 +263,7 @@ def main() -> None:
     report = compare(model, drafters, questions, args.max_new_tokens, args.rounds, sampler)
     setting = {"checkpoint": args.checkpoint, "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
                "device": str(model.embedding.weight.device), "threads": torch.get_num_threads(), "prompts": len(questions),
-               "max_new_tokens": args.max_new_tokens, "tree_size": int(args.tree_size), "rounds": args.rounds,
+               "max_new_tokens": args.max_new_tokens, "tree_sizes": tree_sizes(args), "rounds": args.rounds,
                "temperature": args.temperature, "seed": args.seed}
     if args.plot:
         plot(report, args.plot)

@@ -63,9 +63,9 @@ def encode_question(tokenizer, text: str, chat: bool, longest: int) -> tuple[lis
 def gather(args, model, tokenizer) -> list[Question]:
     """The prompts that the command line asks for."""
     if args.questions is None:
-        for name in ("chat", "category"):
+        for name in ("chat", "category", "per_category"):
             if getattr(args, name):
-                raise ValueError(f"--{name} is for --questions; without it the prompts are pieces of held-out text")
+                raise ValueError(f"--{name.replace('_', '-')} is for --questions; without it the prompts are pieces of held-out text")
         stream = encode_texts(read_corpus()[1], tokenizer)
         return [Question("held-out", ids, set()) for ids in cut_prompts(stream, args.prompts or 20)]
     if tokenizer is None:
@@ -76,6 +76,8 @@ def gather(args, model, tokenizer) -> list[Question]:
         if category not in known:
             raise ValueError(f"--category {category}: there is none; {args.questions} has {', '.join(known)}")
     chosen = [question for question in questions if wanted is None or question[0] in wanted]
+    if args.per_category:
+        chosen = [question for category in known for question in spread([q for q in chosen if q[0] == category], args.per_category)]
     longest = min(LONGEST_PROMPT, model.config.block_size + 1 - args.max_new_tokens)
     if longest < 1:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens}: the context of {model.config.block_size} leaves no room for a prompt")

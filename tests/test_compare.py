@@ -202,12 +202,22 @@ def command(files, *arguments):
 def test_all_questions_by_default(files):
     status, out, _ = command(files, "--questions", files / "asked.jsonl", "--json", "--plot", files / "plot.png")
     report = json.loads(out)
-    assert status == 0 and report["prompts"] == 5 and report["tree_size"] == 4 and report["dtype"] == "float64"
+    assert status == 0 and report["prompts"] == 5 and report["tree_sizes"] == [4] and report["dtype"] == "float64"
     assert list(report["methods"]) == ["plain", "hidden-transfer"]
     for r in report["methods"].values():
         assert {name: c["prompts"] for name, c in r["categories"].items()} == {"code": 2, "math": 3} and r["differ"] == 0
     assert report["methods"]["hidden-transfer"]["trained_parameters"] == 2 * (32 * 32 + 32)
     assert (files / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_tree_sizes_and_a_few_questions_of_each_category(files):
+    """A row for each method and size; of three questions on mathematics and two on code, two and two."""
+    status, out, _ = command(files, "--questions", files / "asked.jsonl", "--per-category", 2, "--tree-size", "2,5", "--json")
+    report = json.loads(out)
+    assert status == 0 and report["tree_sizes"] == [2, 5] and list(report["methods"]) == ["plain", "hidden-transfer, 2 nodes", "hidden-transfer, 5 nodes"]
+    for r in report["methods"].values():
+        assert {category: of["prompts"] for category, of in r["categories"].items()} == {"code": 2, "math": 2} and r["differ"] == 0
+    assert report["methods"]["hidden-transfer, 2 nodes"]["rows_per_pass"] < report["methods"]["hidden-transfer, 5 nodes"]["rows_per_pass"]
 
 
 def test_one_category_in_markdown(files):
@@ -223,7 +233,7 @@ def test_held_out_text_by_default(files, monkeypatch):
     text = (BASE.parent.parent / "measure.py").read_text(encoding="utf-8")
     monkeypatch.setattr(questions, "read_corpus", lambda: ([], [text]))
     _, tokenizer = load_checkpoint(files / "tiny.pt")
-    got = questions.gather(SimpleNamespace(questions=None, chat=False, category=None, prompts=3), None, tokenizer)
+    got = questions.gather(SimpleNamespace(questions=None, chat=False, category=None, per_category=None, prompts=3), None, tokenizer)
     stream = questions.encode_texts([text], tokenizer)
     assert [question.ids for question in got] == replay.cut_prompts(stream, 3)
     assert command(files, "--prompts", 2)[0] == 0
@@ -243,6 +253,7 @@ def test_held_out_text_by_default(files, monkeypatch):
     (["--questions", "asked", "--chat"], "without a chat template"),
     (["--questions", "asked", "--max-new-tokens", "97"], "leaves no room for a prompt"),
     (["--category", "code"], "--category is for --questions"),
+    (["--per-category", "2"], "--per-category is for --questions"), (["--tree-size", "8,none"], "--tree-size none: "), (["--tree-size", ""], "--tree-size"),
     (["--chat"], "--chat is for --questions"),
     (["--questions", "asked", "--methods", "medusa,nonsense"], "--methods"),
     (["--questions", "asked", "--transfer", "other maps.pt"], "was trained for another base model"),
