@@ -78,14 +78,13 @@ def train_transfer(args) -> None:
         notes = {"agreement": rows, "tokens_per_pass": table, "steps": args.steps,
                  "tokens": round(args.steps * args.accumulate * lessons.rows),              # source rows, by all processes alike
                  "acceptance": acceptance_by_rank(model, transfer, lessons.exam.responses)}
-        plot_training(history, rows, table, Path(args.out) / "training.png")
         if args.stage == "transfer":
             save_transfer(transfer, model, Path(args.out) / "transfer.pt", notes)
-            print(f"saved {args.out}/transfer.pt and {args.out}/training.png; "
-                  f"try: python generate.py --transfer {args.out}/transfer.pt")
         else:
             save_module(transfer, model, Path(args.out) / f"{name}.pt", name, module_options(transfer), notes)
-            print(f"saved {args.out}/{name}.pt and {args.out}/training.png")
+        plot_training(history, rows, table, Path(args.out) / "training.png")
+        print(f"saved {args.out}/{name}.pt and {args.out}/training.png"
+              + (f"; try: python generate.py --transfer {args.out}/transfer.pt" if args.stage == "transfer" else ""))
 
 
 def make_module(config, args):
