@@ -52,9 +52,7 @@ class DraftModelDrafter:
         if self.cache is None:
             weight, capacity = self.small.embedding.weight, min(self.small.config.block_size, len(round.tokens) + round.max_depth)
             self.cache = KVCache(self.small.config, capacity, 1, weight.dtype, weight.device)
-        kept = 0                                                            # drafts that were accepted are in the cache already
-        while kept < min(len(self.fed), len(round.tokens) - 1) and self.fed[kept] == round.tokens[kept]:
-            kept += 1
+        kept = min(len(self.fed), len(round.tokens) - 1)                    # accepted drafts are in the cache already; the root is the model's own
         self.cache.truncate(kept)
         self.fed = round.tokens[:kept]
         return draft_chain(round, depth, lambda token, position: self.read(round.tokens[len(self.fed):] or [token]), self.sampled)

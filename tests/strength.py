@@ -46,11 +46,16 @@ BREAKAGES = [
     ("Medusa's heads read the state before the norm", "baselines/medusa.py", "n = model.norm(x)", "n = x", "baselines"),
     ("blind pseudo rows see one another", "baselines/ablations.py", "        if added:", "        if False:", "baselines"),
     ("self-speculation keeps its drafts' rows", "baselines/self_speculation.py", "round.cache.truncate(committed)", "pass", "baselines"),
-    ("the draft model keeps rejected drafts", "baselines/draft_model.py", "self.fed[kept] == round.tokens[kept]", "True", "baselines"),
+    ("the draft model keeps rejected drafts", "baselines/draft_model.py", "kept = min(len(self.fed), len(round.tokens) - 1)", "kept = min(len(self.fed), len(round.tokens))", "baselines"),
     ("sampled chains pose as picked ones", "baselines/chains.py", "torch.stack(laws) if laws else None", "None", "baselines"),
     ("drafts drawn with the noise of the next position", "baselines/chains.py", "round.sampler.choose(logits, position)", "round.sampler.choose(logits, position + 1)", "baselines"),
     ("prompt lookup finds the end of the text itself", "baselines/prompt_lookup.py", "range(len(text) - 1, n - 1, -1)", "range(len(text), n - 1, -1)", "baselines"),
     ("rivals of another base are taken", "checkpoint.py", "    check_base(contents, path, model)", "    pass", "baselines_training"),
+    ("short answers weigh as much as long ones", "distillation.py", "loss * len(position_ids) / self.mean_rows", "loss", "responses"),
+    ("memory that is freed stays counted", "compare.py", "self.now -= self.known.pop(key)", "self.known.pop(key)", "compare"),
+    ("rows of the prompts count as drafts", "compare.py", "(rows[0] - before) / passes", "rows[0] / passes", "compare"),
+    ("pseudo states are compared with their source", "evidence.py", "rows[:-i].float(), real[i:]", "rows[:-i].float(), real[:-i]", "figures"),
+    ("static trees are measured where they were found", "evidence.py", "return self.responses[len(self.responses) // 2:]", "return self.responses", "figures"),
 ]
 
 
