@@ -53,6 +53,8 @@ def train_transfer(args) -> None:
     if args.stage == "medusa" and args.lr is None:
         args.lr = HEADS_LR[args.heads]
     settle(args, "responses" if args.responses else "transfer")
+    if args.responses and args.loss == "own":
+        raise ValueError("--loss own is the cross-entropy on text: give --data, or leave it away to distil from --responses")
     transfer = make_module(model.config, args).to(args.device)
     layers = transfer.layers
     lessons = (FromResponses if args.responses else FromText)(model, tokenizer, args, len(layers))

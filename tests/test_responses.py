@@ -614,7 +614,8 @@ def test_sweep(small, tmp_path):
 
 @pytest.mark.parametrize("arguments, named", [
     (["--checkpoint", "{}/another.pt"], "was written by another model"), (["--checkpoint", "{}/bare.pt", "--responses", "{}/none.pt"], "without a tokenizer"),
-    (["--responses", "{}/tiny.pt"], "--responses"), (["--responses", "{}/tiny.tiktoken"], "--responses")])
+    (["--responses", "{}/tiny.pt"], "--responses"), (["--responses", "{}/tiny.tiktoken"], "--responses"),
+    (["--stage", "medusa", "--loss", "own"], "--loss own is the cross-entropy on text")])
 def test_refusals(small, tmp_path, arguments, named):
     status, _, errors = learn(small, tmp_path, *[part.format(small) for part in arguments])
     assert status == 2 and errors.startswith("error: ") and errors.count("\n") == 1 and named in errors

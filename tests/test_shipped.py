@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import load_checkpoint, load_transfer, TRANSFER
+from baselines import METHODS, load_rivals
+from checkpoint import TRANSFER, fingerprint, load_checkpoint, load_file, load_transfer
 from data import encode_texts, is_held_out
 from drafters import HiddenTransferDrafter
 from generate import generate
-from replay import cut_prompts
 from model import KVCache
+from replay import cut_prompts
 from sampler import Sampler
 
 COUNT, LENGTH, NEW = 20, 32, 64
@@ -61,3 +62,28 @@ def test_equal_to_plain_decoding(shipped, sampler):
         assert run.token_ids == expected, f"prompt {n}"
         passes += run.forward_passes
     assert passes < 0.9 * COUNT * NEW                           # drafts are accepted
+
+
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(0.8, seed=1)], ids=["greedy", "0.8"])
+@pytest.mark.parametrize("method", METHODS)
+def test_rivals_that_ship(shipped, method, sampler):
+    """All of them are there, emit plain decoding's text, and get some of their drafts accepted."""
+    model, _, prompts = shipped
+    drafter, passes = load_rivals(model)[method](16), 0
+    for prompt, expected in zip(prompts[:4], one_token_at_a_time(model, prompts[:4], sampler)):
+        run = generate(model, prompt, drafter, sampler, NEW)
+        assert run.token_ids == expected
+        passes += run.forward_passes
+    assert passes < 4 * NEW
+
+
+def test_maps_of_the_instruct_model(shipped):
+    """Those for SmolLM2-135M-Instruct (whose weights do not ship): four steps of its width, for another base than ours."""
+    contents = load_file(TRANSFER.parent / "transfer-smollm2-135m-instruct.pt", "transfer", "--transfer")
+    assert len(contents["layers"]) == 4 and all(0 <= t < 30 for t in contents["layers"])
+    assert {name: tuple(p.shape) for name, p in contents["maps"].items()} == {
+        f"maps.{i}.{kind}": shape for i in range(4) for kind, shape in (("weight", (576, 576)), ("bias", (576,)))}
+    assert all(p.dtype == torch.float16 and p.isfinite().all() for p in contents["maps"].values())
+    assert contents["base"] != fingerprint(shipped[0]) and contents["notes"]["tokens_per_pass"][16] > 2 and contents["notes"]["tokens"] > 0
+    with pytest.raises(ValueError, match="trained for another base model"):
+        load_transfer(TRANSFER.parent / "transfer-smollm2-135m-instruct.pt", shipped[0])
