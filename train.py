@@ -34,7 +34,7 @@ from replay import RANKS, TREE_SIZES, acceptance_by_rank, agreement, tokens_per_
 STEPS = 4           # transfer steps, all at three quarters of the blocks unless --transfer-layers says otherwise: see --sweep
 DEFAULTS = {        # per stage, and for --responses: what the command line leaves open
     "transfer": {"steps": 300, "batch": 2, "accumulate": 4, "length": 256, "lr": 3e-3, "save_every": 50},
-    "responses": {"steps": 400, "batch": 1, "accumulate": 8, "length": 0, "lr": 1e-3, "save_every": 50},
+    "responses": {"steps": 200, "batch": 1, "accumulate": 8, "length": 0, "lr": 1e-3, "save_every": 50},
     "draft-model": {"steps": 1200, "batch": 8, "accumulate": 1, "length": 256, "lr": 1e-2, "save_every": 100},
     "self-speculation": {"batch": 8, "length": 32},                         # prompts to search with, and their length
     "base": {"steps": 2000, "batch": 16, "accumulate": 1, "length": 513, "lr": 6e-3, "save_every": 100},
