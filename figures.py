@@ -56,7 +56,8 @@ def draw_accuracy(plt, rows):
     figure, panels = plt.subplots(1, len(steps), figsize=(1.2 + 2 * len(steps), 3.4), layout="constrained", sharey=True, squeeze=False)
     for step, axes in zip(steps, panels[0]):
         for n, row in enumerate(row for row in rows if row["step"] == step):
-            axes.plot(RANKS, [row[f"top-{rank}"] for rank in RANKS], marker=".", label=row["drafts"], linewidth=2 if n == 0 else 1.2)
+            axes.plot(RANKS, [row[f"top-{rank}"] for rank in RANKS], marker=".", label=row["drafts"], linewidth=2 if n == 0 else 1.2,
+                      linestyle="--" if row["drafts"] == "no-interaction" else "-")           # it lies on hidden transfer's
         axes.set(title=f"step {step}", xlabel="among the first n drafts", xticks=RANKS)
         axes.grid(alpha=0.3)
     panels[0, 0].set_ylabel("share that hold the model's argmax")

@@ -18,8 +18,9 @@ last point of hidden transfer's sweep over blocks; the full kind starts from the
 block staying at zero. SiLU(W n + b) is bounded from below and cannot be filled so, nor can a shared unembedding undo that,
 which is why the linear kind stands beside the matched one, which starts as the paper has it.
 
-Departures from the paper: the closed-form start of the full kind (--no-closed-form is the paper's); distillation from the model's own distribution, with the data and the loss of hidden transfer
-(the paper's own loss is `own_loss`); trees are best-first instead of static (drafters.py has both).
+Departures from the paper: the closed-form start of the full kind (--no-closed-form is the paper's); distillation from the
+model's own distribution, with the data and the loss of hidden transfer (the paper's own loss is `own_loss`); trees are
+best-first instead of static (drafters.py has both).
 
     python train.py --stage medusa                  # parameter-matched; --heads full, --heads linear
     python train.py --stage medusa --loss own       # cross-entropy on the text

@@ -2,7 +2,7 @@
 Is plain decoding a fair baseline? Tokens per second of this project's plain greedy decoding and of transformers' `generate`, on
 the same weights, dtype, threads and prompts, in turns.
 
-    pip install transformers && python tests/versus_transformers.py --checkpoint SmolLM2-135M-Instruct.gguf
+    pip install transformers accelerate && python tests/versus_transformers.py --checkpoint SmolLM2-135M-Instruct.gguf
 """
 import statistics
 import sys
