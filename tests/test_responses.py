@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -604,6 +605,24 @@ def test_autocast(small, tmp_path, monkeypatch):
         losses[autocast] = [loss for _, loss in state_of(tmp_path / autocast)["history"]]
         del seen[:], kept[:]
     assert losses["on"] == pytest.approx(losses["off"], rel=0.03) and losses["on"] != losses["off"]
+
+
+def test_few_rows_through_a_wide_unembedding():
+    """In a process of its own and with two threads: with matrices column by column this ends it, where there are bfloat16 units."""
+    code = """
+import torch
+from distillation import matrices_in_bfloat16
+from model import GPT, GPTConfig, lay_out_for_cpu
+torch.set_num_threads(2)
+model = lay_out_for_cpu(GPT(GPTConfig(vocab_size=49152, n_embd=576, n_head=9, n_layer=1)).requires_grad_(False))
+fast, x = matrices_in_bfloat16(model), torch.randn(1, 32, 576, requires_grad=True)
+with torch.autocast("cpu", torch.bfloat16):
+    fast.unembed(x).float().square().mean().backward()
+assert x.grad.isfinite().all() and x.grad.abs().max() > 0
+assert all(part.weight.is_contiguous() for part in fast.modules() if isinstance(part, torch.nn.Linear))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=BASE.parent.parent, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_sweep(small, tmp_path):

@@ -26,6 +26,12 @@ def theirs(checkpoint: str, dtype):
     return AutoModelForCausalLM.from_pretrained(where[0], dtype=dtype, **where[1]).eval()
 
 
+def until_end(tokens: list[int], tokenizer) -> list[int]:
+    """Theirs must not end early, so that the counts are equal; ours goes on behind the end."""
+    ends = [n for n, token in enumerate(tokens) if token in tokenizer.end_tokens]
+    return tokens[:ends[0]] if ends else tokens
+
+
 def main() -> None:
     p = Parser("Plain greedy decoding here against transformers' generate: paired tokens per second.")
     p.add_argument("--checkpoint", required=True, help=CHECKPOINT_HELP)
@@ -59,7 +65,7 @@ def main() -> None:
             if n == 0:                                                      # the first prompt is the warm-up
                 break
         else:
-            same += tokens["ours"] == tokens["theirs"]
+            same += until_end(tokens["ours"], tokenizer) == until_end(tokens["theirs"], tokenizer)
             for name in rates:
                 rates[name].append(1 / statistics.median(seconds[name]))
             ratios += [b / a for a, b in zip(seconds["ours"], seconds["theirs"])]
