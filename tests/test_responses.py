@@ -708,7 +708,7 @@ def test_a_model_that_chats_learns_from_answers(small, tmp_path, monkeypatch, ch
         monkeypatch.setattr(sys, "argv", ["train.py", "--out", str(tmp_path), "--device", "cpu", *more])
         with pytest.raises(Stop):
             train.main()
-    text, answers = ("text", None, 300, 2, 4, 3e-3), ("responses", str(tmp_path / "responses.pt"), 600, 1, 8, 1e-3)
+    text, answers = ("text", None, 300, 2, 4, 3e-3), ("responses", str(tmp_path / "responses.pt"), 200, 1, 8, 1e-3)
     assert seen[0] == (answers if chat else text) and seen[1] == text and seen[2] == ("responses", "some.pt", *answers[2:])
     assert seen[3] == (answers[:2] + (7, 1, 8, 0.5) if chat else text[:2] + (7, 2, 4, 0.5))
 
