@@ -189,7 +189,7 @@ def load_transfer(path, model: GPT):
     """
     base = fingerprint(model)
     if path is None:
-        path = next((file for file in sorted(TRANSFER.parent.glob("transfer*.pt")) if load_file(file, "transfer", "--transfer").get("base") == base), None)
+        path = shipped_maps(base)
         if path is None:
             raise ValueError("--transfer: no maps for this base model ship with the code; train some (python train.py --checkpoint ...) "
                              "and name them, or decode plainly (--method autoregressive)")
@@ -204,6 +204,12 @@ def load_transfer(path, model: GPT):
         raise ValueError(f"--transfer {path}: {' '.join(str(error).split())}") from None
     transfer = transfer.to(model.embedding.weight).requires_grad_(False).eval()
     return lay_out_for_cpu(transfer) if model.embedding.weight.device.type == "cpu" else transfer, contents["notes"]
+
+
+def shipped_maps(base: str) -> Path | None:
+    """The file in checkpoints/ with the maps for the base of this fingerprint."""
+    files = sorted(TRANSFER.parent.glob("transfer*.pt"))
+    return next((file for file in files if load_file(file, "transfer", "--transfer").get("base") == base), None)
 
 
 def save_module(module, model: GPT, path, method: str, options: dict, notes: dict | None = None) -> None:

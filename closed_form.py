@@ -5,7 +5,6 @@ A map W_i is linear, and "the hidden state i places ahead" is known for every ro
 map needs no gradients. What is accumulated, in float64, is X'X and X'Y per block and step (our addition to the paper).
 """
 import torch
-from tqdm import tqdm
 
 from hidden_transfer import HiddenTransfer, position_shift
 from model import causal_mask

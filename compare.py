@@ -28,10 +28,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
-from baselines import load_rivals
+from baselines import load_rivals, module_maker
 from checkpoint import BASE, CHECKPOINT_HELP, DTYPES, TRANSFER, load_checkpoint, load_transfer
 from cli import Parser, pick_device, positive, run, written_whole
-from drafters import HiddenTransferDrafter
 from generate import check_request, generate, parse_tree_size
 from measure import difference, paired_speed
 from questions import Question, gather, spread
@@ -49,9 +48,7 @@ def drafters_for(args, model) -> dict:
     rivals, makers, drafters = load_rivals(model, args.rivals), {}, {}
     for name in wanted or ["hidden-transfer", *rivals]:
         if name == "hidden-transfer":
-            transfer, notes = load_transfer(args.transfer, model)
-            on_cpu = model.embedding.weight.device.type == "cpu"
-            makers[name] = lambda size: HiddenTransferDrafter(transfer, size, 4 if on_cpu else size, "best-first", notes.get("acceptance"))   # as generate.py
+            makers[name] = module_maker(model, *load_transfer(args.transfer, model))
         elif name in rivals:
             makers[name] = rivals[name]
         elif name != "plain":                                               # plain decoding is always there
@@ -156,16 +153,16 @@ def compare(model, drafters: dict, questions: list[Question], max_new_tokens: in
         runs, plain = np.array(speed[name]["runs"], dtype=object), np.array(speed["plain"]["runs"], dtype=object)      # (rounds, prompts)
         gaps = [difference(model, question.ids, a.token_ids, b.token_ids, sampler)[1]
                 for question, a, b in zip(questions, plain[0], runs[0]) if a.token_ids != b.token_ids]
-        report[name] = figures(runs, plain) | {"rows_per_pass": weights[name][0], "trained_parameters": trained_parameters(model, drafter),
+        report[name] = summary(runs, plain) | {"rows_per_pass": weights[name][0], "trained_parameters": trained_parameters(model, drafter),
                                                "peak_memory_bytes": weights[name][1], "differ": len(gaps), "largest_gap": max(gaps, default=None)}
         report[name]["categories"] = {}
         for category in categories:
             here = [n for n, question in enumerate(questions) if question.category == category]
-            report[name]["categories"][category] = {"prompts": len(here)} | figures(runs[:, here], plain[:, here])
+            report[name]["categories"][category] = {"prompts": len(here)} | summary(runs[:, here], plain[:, here])
     return report
 
 
-def figures(runs: np.ndarray, plain: np.ndarray) -> dict:
+def summary(runs: np.ndarray, plain: np.ndarray) -> dict:
     """What the runs (rounds, prompts) of one method say, against plain decoding of the same prompts in the same rounds."""
     emitted = [n for run in runs.flat for n in run.accepted_per_pass]       # by pass, the model's own token included
     ratios = [run.tokens_per_second / other.tokens_per_second for run, other in zip(runs.flat, plain.flat)]

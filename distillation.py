@@ -11,7 +11,6 @@ import argparse
 import copy
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -21,17 +20,18 @@ from data import encode_texts, read_corpus
 from hidden_transfer import distillation_loss
 from loop import generator_of, windows
 from model import KVCache, causal_mask
-from replay import continue_greedily, cut_prompts, even_windows
-from responses import Response, held_out, is_complete, load_responses, write_responses
+from replay import Response, continue_greedily, cut_prompts, even_windows
+from responses import held_out, is_complete, load_responses, write_responses
 
 PROMPTS, PROMPT, NEW = 50, 32, 128  # held-out prompts, their length and what is generated from them
 
 
 class Exam(NamedTuple):
     """What maps are measured on: held-out text, for the agreement of drafts; and the model's own greedy responses to held-out
-    prompts, for tokens per pass. Both hold pairs of tokens (T,) and how many of them are the prompt."""
+    prompts, for tokens per pass."""
     text: list[Response]
     responses: list[Response]
+    new: int                # what the responses were limited to, in tokens
 
 
 class FromText:
@@ -45,7 +45,7 @@ class FromText:
                 raise ValueError(f"--data: {len(tokens)} {kind} tokens are fewer than one window of --length {args.length}")
         if args.length <= steps:
             raise ValueError(f"--length {args.length} is too short for {steps} transfer steps")
-        self.exam = make_exam(model, rest, args.device)
+        self.exam = make_exam(model, rest)
         if args.own_tokens:
             self.stream = own_text(model, self.stream, args)
         self.model = matrices_in_bfloat16(model) if args.autocast else model
@@ -66,11 +66,13 @@ class FromText:
         return own_loss(drafts, tokens) if self.args.loss == "own" else distillation_loss(self.model.unembed(x), drafts)
 
 
-def make_exam(model, stream, device) -> Exam:
+def make_exam(model, stream, prompts: int | None = None) -> Exam:
+    """prompts: how many pieces of the held-out stream (N,) are continued, PROMPTS if not given."""
     prompt = min(PROMPT, model.config.block_size // 2)                      # a short context leaves room for less
     new = min(NEW, model.config.block_size - prompt)
-    sequences = continue_greedily(model, cut_prompts(stream, PROMPTS, prompt), new)
-    return Exam(even_windows(stream, length=min(256, model.config.block_size), device=device), [Response(row, prompt) for row in sequences])
+    sequences = continue_greedily(model, cut_prompts(stream, prompts or PROMPTS, prompt), new)
+    windows = even_windows(stream, length=min(256, model.config.block_size), device=sequences.device)
+    return Exam(windows, [Response(row, prompt) for row in sequences], new)
 
 
 def matrices_in_bfloat16(model):
@@ -151,7 +153,7 @@ class FromResponses:
         self.mean_rows = sum(len(tokens) - prompt for tokens, prompt in self.responses) / len(self.responses)
         self.rows = args.batch * self.mean_rows
         rest = [Response(tokens[:prompt + NEW].to(args.device), prompt) for tokens, prompt in rest]
-        self.exam = Exam(rest[::3], rest[:PROMPTS])
+        self.exam = Exam(rest[::3], rest[:PROMPTS], NEW)
         self.teachers, self.room = {}, args.keep_gb * 1e9
 
     def draw(self, step: int, micro: int) -> list[int]:

@@ -106,6 +106,11 @@ class HiddenTransferDrafter:
         return Tree(tokens, parents)
 
 
+def usual_sources(model: GPT, tree_size: int) -> int:
+    """How many nodes draft in the verifying pass unless it is said: on a GPU rows are nearly free, on a CPU they are not (README, Speed)."""
+    return min(4, tree_size) if model.embedding.weight.device.type == "cpu" else tree_size
+
+
 def rank_drafts(logits: torch.Tensor, sampler: Sampler, position: int, count: int):
     """The `count` best candidates of each draft distribution: (scores, tokens), each K lists, best first.
 

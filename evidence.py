@@ -3,12 +3,6 @@ The measurements that figures.py draws. Each takes a Subject and returns (rows, 
 the table, and a sentence on how it was measured. Nothing here draws, and nothing here is a number from elsewhere.
 """
 import dataclasses
-import functools
-import random
-import statistics
-import time
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,128 +11,23 @@ from tqdm import tqdm
 
 from baselines.ablations import NoInteraction
 from baselines.medusa import MedusaHeads
-from closed_form import RidgeSums
-from data import encode_texts
-from drafters import HiddenTransferDrafter
-from generate import generate, synchronize
-from hidden_transfer import HiddenTransfer
+from compare import summary
+from drafters import HiddenTransferDrafter, usual_sources
+from generate import generate
 from measure import paired_speed
-from model import GPT, KVCache, causal_mask
+from model import GPT, causal_mask
 from questions import spread
-from replay import (RANKS, TREE_SIZES, acceptance_by_rank, agreement, continue_greedily, cut_prompts, draft_whole, even_windows,
-                    tokens_per_pass)
-from responses import Response
+from replay import RANKS, TREE_SIZES, Response, agreement, draft_whole, tokens_per_pass
 from sampler import Sampler
+from subject import Subject, machine, pass_costs, windows_of
 from tree import best_first
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 RAISED = (2, 4, 8, 16, 32, 64)                      # tree sizes whose speed is measured
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
-CLOSED_FORM = 60_000                                # tokens of text for the closed form of figures 3 and 4
 LAST = "last hidden state"                          # the end of the sweep over blocks: a linear map behind the final norm
 
 
-@dataclass
-class Subject:
-    """What is measured: a base model, its drafts, and text."""
-    model: GPT
-    transfer: HiddenTransfer
-    modules: dict[str, Any]         # name -> draft module, hidden transfer first
-    tokenizer: Any
-    training: list[str]             # texts
-    held_out: np.ndarray            # tokens (N,)
-    prompts: int = 50               # held-out prompts of 32 tokens that are continued by 128
-
-    @functools.cached_property
-    def prompt(self) -> int:
-        return min(32, self.model.config.block_size // 2)
-
-    @functools.cached_property
-    def new(self) -> int:
-        return min(128, self.model.config.block_size - self.prompt)
-
-    @functools.cached_property
-    def responses(self) -> list[Response]:
-        """The model's greedy continuations of held-out prompts."""
-        prompts = cut_prompts(self.held_out, self.prompts, self.prompt)
-        return [Response(row, self.prompt) for row in continue_greedily(self.model, prompts, self.new)]
-
-    @functools.cached_property
-    def acceptance(self) -> list[list[float]]:
-        """By step and rank, on the first half of the responses: static trees are built from it, and measured on the other half."""
-        return acceptance_by_rank(self.model, self.transfer, self.responses[:len(self.responses) // 2])
-
-    @functools.cached_property
-    def second_half(self) -> list[Response]:
-        return self.responses[len(self.responses) // 2:]
-
-    def windows(self, count: int) -> list[tuple[torch.Tensor, int]]:
-        """Pieces of held-out text."""
-        return even_windows(self.held_out, count, min(256, self.model.config.block_size), self.model.embedding.weight.device)
-
-    @functools.cached_property
-    def costs(self) -> dict[int, float]:
-        return pass_costs(self.model)
-
-    @functools.cached_property
-    def by_size(self) -> dict[int, float]:
-        return tokens_per_pass(self.model, self.transfer, self.second_half, TREE_SIZES, self.new)
-
-    @functools.cached_property
-    def sums(self) -> tuple[RidgeSums, RidgeSums]:
-        """The closed form for two steps: of the states entering every block, and of the last hidden state."""
-        config, device = self.model.config, self.model.embedding.weight.device
-        sums, last = RidgeSums(config, 2, device, self.transfer.shift_positions), RidgeSums(config, 2, device, last=True)
-        for window in tqdm(self.training_tokens(CLOSED_FORM).split(2), desc="closed form", leave=False, dynamic_ncols=True):
-            sums.add(self.model, window)
-            last.add(self.model, window)
-        return sums, last
-
-    def filled(self, layers: list[int]) -> HiddenTransfer:
-        """Maps in closed form."""
-        device = self.model.embedding.weight.device
-        transfer = self.sums[0].fill(HiddenTransfer(self.model.config, layers, self.transfer.shift_positions).to(device))
-        return transfer.to(self.model.embedding.weight).eval()
-
-    def training_tokens(self, count: int) -> torch.Tensor:
-        """(windows, length) of training text, from files picked by chance with a fixed seed."""
-        length = min(256, self.model.config.block_size)
-        texts, stream = random.Random(0).sample(self.training, len(self.training)), np.zeros(0, dtype=np.int64)
-        while texts and len(stream) < count:
-            stream = np.concatenate([stream, encode_texts([texts.pop()], self.tokenizer).astype(np.int64)])
-        if len(stream) < length:
-            raise ValueError(f"--data: {len(stream)} training tokens are fewer than one window of {length}")
-        windows = min(count, len(stream)) // length
-        return torch.from_numpy(stream[:windows * length]).view(windows, length).to(self.model.embedding.weight.device)     # (windows, length)
-
-
-def machine(model) -> str:
-    weight = model.embedding.weight
-    return f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}, {torch.get_num_threads()} threads"
-
-
 # ------------------------------------------------------------------------------------- 1: cost of a pass
-
-@torch.inference_mode()
-def pass_costs(model, rows=ROWS, committed: int = 128, repeats: int = 15) -> dict[int, float]:
-    """Seconds that a pass over n rows takes behind `committed` rows, the median of `repeats`, all n in turns."""
-    weight = model.embedding.weight
-    committed = min(committed, model.config.block_size // 2)
-    cache = KVCache(model.config, committed + max(rows), 1, weight.dtype, weight.device)
-    cache.commit(list(range(committed)))                                    # zeros cost as much as anything
-    seconds = {n: [] for n in rows}
-    for turn in tqdm(range(-2, repeats), desc=f"passes in {str(weight.dtype).removeprefix('torch.')}", leave=False, dynamic_ncols=True):
-        for n in rows:
-            tokens = torch.arange(n, device=weight.device)[None] % model.config.vocab_size      # (1, n)
-            position_ids, mask = torch.full((n,), committed, device=weight.device), causal_mask(n, committed, weight.device)
-            synchronize(weight.device)
-            start = time.perf_counter()
-            model(tokens, position_ids, mask, cache)                        # stages n rows, commits none
-            synchronize(weight.device)
-            if turn >= 0:                                                   # the first turns warm up
-                seconds[n].append(time.perf_counter() - start)
-    return {n: statistics.median(times) for n, times in seconds.items()}
-
 
 def cost_table(subject: Subject, other: GPT | None = None):
     """other: the same model in a second dtype."""
@@ -151,20 +40,20 @@ def cost_table(subject: Subject, other: GPT | None = None):
 
 # ------------------------------------------------------------------------------------- 2, 5: accuracy
 
-def accuracy_rows(name: str, subject: Subject, module, windows: int) -> list[dict]:
-    table = agreement(subject.model, module, subject.windows(windows))
+def accuracy_rows(name: str, subject: Subject, module) -> list[dict]:
+    table = agreement(subject.model, module, subject.exam.text)
     return [{"drafts": name, "step": i} | {f"top-{rank}": share for rank, share in zip(RANKS, row)} for i, row in enumerate(table, start=1)]
 
 
-def accuracy_table(subject: Subject, windows: int = 40):
+def accuracy_table(subject: Subject):
     """How often the model's own argmax is among the first n candidates of a step, by method."""
     rows = []
     for name, module in tqdm(subject.modules.items(), desc="methods", leave=False, dynamic_ncols=True):
-        rows += accuracy_rows(name, subject, module, windows)
-    return rows, f"share of the positions of held-out text ({windows} windows of {min(256, subject.model.config.block_size)} tokens)"
+        rows += accuracy_rows(name, subject, module)
+    return rows, f"share of the positions of held-out text, {windows_of(subject)}"
 
 
-def sight_table(subject: Subject, windows: int = 40):
+def sight_table(subject: Subject):
     """Hidden transfer with and without the sight of earlier pseudo states: on the same maps, and on maps trained without it."""
     same = NoInteraction(subject.model.config, subject.transfer.layers, subject.transfer.shift_positions)
     same.load_state_dict(subject.transfer.state_dict())
@@ -173,9 +62,9 @@ def sight_table(subject: Subject, windows: int = 40):
         sides["blind, trained so"] = subject.modules["no-interaction"]
     rows = []
     for name, module in tqdm(sides.items(), desc="sides", leave=False, dynamic_ncols=True):
-        worth = tokens_per_pass(subject.model, module, subject.second_half, (16, 64), subject.new)
-        rows += [row | {f"tokens/pass, {size} nodes": worth[size] for size in worth} for row in accuracy_rows(name, subject, module, windows)]
-    return rows, f"held-out text ({windows} windows), and {len(subject.second_half)} greedy continuations for tokens per pass"
+        worth = tokens_per_pass(subject.model, module, subject.second_half, (16, 64), subject.exam.new)
+        rows += [row | {f"tokens/pass, {size} nodes": worth[size] for size in worth} for row in accuracy_rows(name, subject, module)]
+    return rows, f"held-out text, {windows_of(subject)}, and {len(subject.second_half)} greedy continuations for tokens per pass"
 
 
 # ------------------------------------------------------------------------------------- 3: similarity
@@ -201,7 +90,7 @@ def states_by_block(model, transfer, tokens: torch.Tensor):
     return states + [(x[0], {i: pseudo[0, :, i - 1] for i in transfer.order})]
 
 
-def similarity_table(subject: Subject, windows: int = 12):
+def similarity_table(subject: Subject):
     """Mean cosine of a pseudo state and the true state that it stands for, block by block: as they are, and with the mean true
     state of the window taken from both, since all hidden states share a large part."""
     model = subject.model
@@ -211,7 +100,7 @@ def similarity_table(subject: Subject, windows: int = 12):
     def note(name, block, these, those, mean):
         sums.setdefault((name, block), []).append([F.cosine_similarity(these - shift, those - shift, dim=-1).mean().item() for shift in (0, mean)])
 
-    for tokens, _ in tqdm(subject.windows(windows), desc="windows", leave=False, dynamic_ncols=True):
+    for tokens, _ in tqdm(subject.exam.text, desc="windows", leave=False, dynamic_ncols=True):
         for how, transfer in sides.items():
             for block, (real, pseudo) in enumerate(states_by_block(model, transfer, tokens[None])):
                 real = real.float()
@@ -222,16 +111,16 @@ def similarity_table(subject: Subject, windows: int = 12):
     names = sorted({name for name, _ in sums}, key=lambda name: (name == NEIGHBOURS, "," in name, name))
     rows = [{"states": name, "block": block, **dict(zip(("cosine", "centred cosine"), np.mean(sums[name, block], axis=0).tolist()))}
             for name in names for block in range(len(model.blocks) + 1) if (name, block) in sums]
-    return rows, (f"means over {windows} held-out windows; block t: the states entering it, {len(model.blocks)}: those behind the last one; centred: "
+    return rows, (f"means over held-out text, {windows_of(subject)}; block t: the states entering it, {len(model.blocks)}: those behind the last one; centred: "
                   "with the mean true state of the window taken from both; for comparison the true states of two tokens that stand side by side")
 
 
 # ------------------------------------------------------------------------------------- 4: the block of the transfer
 
-def block_table(subject: Subject, windows: int = 16):
+def block_table(subject: Subject):
     """Top-1 and top-5 agreement of maps in closed form, by the block of the transfer: step 1 alone, and step 2 with step 1 at its best block."""
     def shares(module, step):
-        row = agreement(subject.model, module, subject.windows(windows))[step - 1]
+        row = agreement(subject.model, module, subject.exam.text)[step - 1]
         return {f"step {step}, top-1": row[0], f"step {step}, top-5": row[RANKS.index(5)]}
 
     model, weight = subject.model, subject.model.embedding.weight
@@ -243,7 +132,7 @@ def block_table(subject: Subject, windows: int = 16):
     for row in tqdm(rows, desc="step 2", leave=False, dynamic_ncols=True):
         row |= shares(end if row["block"] == LAST else subject.filled([best, row["block"]]), 2)
     return rows, (f"maps in closed form (ridge regression on {subject.sums[0].rows:,} rows of text), without distillation; step 2 with step 1 at block "
-                  f"{best}; {windows} held-out windows; the last point is a linear map of the last hidden state, which sees no pseudo state")
+                  f"{best}; held-out text, {windows_of(subject)}; the last point is a linear map of the last hidden state, which sees no pseudo state")
 
 
 # ------------------------------------------------------------------------------------- 6: tokens per pass
@@ -261,13 +150,14 @@ def promised(scores, sizes) -> list[float]:
 
 def tokens_table(subject: Subject):
     model, responses, largest = subject.model, subject.second_half, max(TREE_SIZES)
-    static = tokens_per_pass(model, subject.transfer, responses, TREE_SIZES, subject.new, subject.acceptance)
+    best = tokens_per_pass(model, subject.transfer, responses, TREE_SIZES, subject.exam.new)
+    static = tokens_per_pass(model, subject.transfer, responses, TREE_SIZES, subject.exam.new, subject.acceptance)
     scores = [rows for tokens, prompt in responses for rows in draft_whole(model, subject.transfer, tokens, largest, prompt - 1)[0]]
     promises = np.mean([promised(rows, TREE_SIZES) for rows in scores], axis=0)
-    rows = [{"tree size": size, "best-first, measured": subject.by_size[size], "best-first, expected": float(promise),
+    rows = [{"tree size": size, "best-first, measured": best[size], "best-first, expected": float(promise),
              "static, measured": static[size], "static, expected": expected}
             for size, promise, expected in zip(TREE_SIZES, promises, promised(subject.acceptance, TREE_SIZES))]
-    return rows, (f"greedy, {len(responses)} held-out prompts; the static trees come from the acceptance on {len(subject.responses) - len(responses)} others; "
+    return rows, (f"greedy, {len(responses)} held-out prompts; the static trees come from the acceptance on {len(subject.first_half)} others; "
                   "expected: the chances of the nodes added up, from the draft distributions (best-first) or the acceptance (static), as if the steps "
                   "were right or wrong independently")
 
@@ -283,23 +173,22 @@ def tree_cost(costs: dict[int, float], size: int, sources: int, layers: list[int
 
 def speed_table(subject: Subject, prompts: int = 5, rounds: int = 3, new: int = 64):
     """Paired runs, and what the costs of figure 1 and the replay of figure 6, on the same prompts, say that they should give."""
-    model, transfer, start = subject.model, subject.transfer, subject.prompt
-    on_cpu = model.embedding.weight.device.type == "cpu"
-    sides = {size: HiddenTransferDrafter(transfer, size, min(4, size) if on_cpu else size) for size in RAISED}
-    texts = [Response(tokens[:start + new], start) for tokens, _ in spread(subject.second_half, prompts)]
+    model, transfer = subject.model, subject.transfer
+    sides = {size: HiddenTransferDrafter(transfer, size, usual_sources(model, size)) for size in RAISED}
+    texts = [Response(tokens[:prompt + new], prompt) for tokens, prompt in spread(subject.second_half, prompts)]
     costs, replayed = subject.costs, tokens_per_pass(model, transfer, texts, RAISED, new)
     with tqdm(total=(len(sides) + 1) * (rounds * prompts + 2), desc="paired runs", leave=False, dynamic_ncols=True) as bar:
-        report = paired_speed(model, sides, [tokens[:start].tolist() for tokens, _ in texts], new, rounds, bar=bar)
-    rows = []
+        report = paired_speed(model, sides, [tokens[:prompt].tolist() for tokens, prompt in texts], new, rounds, bar=bar)
+    rows, plain = [], np.array(report["plain"]["runs"], dtype=object)       # (rounds, prompts)
     for size, drafter in sides.items():
-        ratios = [run.tokens_per_second / plain.tokens_per_second for turn, plain_turn in zip(report[size]["runs"], report["plain"]["runs"])
-                  for run, plain in zip(turn, plain_turn)]
-        lower, median, upper = np.percentile(ratios, [25, 50, 75]).tolist()
+        ratio = summary(np.array(report[size]["runs"], dtype=object), plain)["ratio"]
         cost = tree_cost(costs, size, drafter.sources, drafter.transfer.layers, model.config.n_layer) / costs[1]
-        rows.append({"tree size": size, "measured": median, "lower quartile": lower, "upper quartile": upper, "predicted": replayed[size] / cost,
+        rows.append({"tree size": size, "measured": ratio["median"], "lower quartile": ratio["lower_quartile"], "upper quartile": ratio["upper_quartile"],
+                     "predicted": replayed[size] / cost,
                      "tokens/pass": report[size]["tokens"], "cost of a pass, predicted": cost, "cost of a pass, measured": report[size]["ms"] / report["plain"]["ms"]})
+    most = max(drafter.sources for drafter in sides.values())
     return rows, (f"{machine(model)}; {len(texts)} held-out prompts, {new} new tokens, {rounds} rounds in turns with plain decoding, "
-                  f"{'at most the 4 likeliest nodes draft' if on_cpu else 'every node drafts'} in the pass; predicted: the tokens per pass of these prompts "
+                  f"at most the {most} likeliest nodes draft in the pass; predicted: the tokens per pass of these prompts "
                   "(as in figure 6) over the cost of the rows (figure 1), which leaves out reading the drafts out and all that is not the model")
 
 
@@ -316,7 +205,7 @@ def sampling_table(subject: Subject, prompts: int = 20, new: int = 64, size: int
     """Mean accepted tokens by temperature. The first two emit the same text, the third another from the same distribution."""
     sides = {"coupled noise": (HiddenTransferDrafter(subject.transfer, size), "coupled"), "without noise": (WithoutNoise(subject.transfer, size), "coupled"),
              "rejection sampling": (HiddenTransferDrafter(subject.transfer, size, acceptance=subject.acceptance, sampled=True), "rejection")}
-    texts, rows = cut_prompts(subject.held_out, prompts, subject.prompt), []
+    texts, rows = [tokens[:prompt].tolist() for tokens, prompt in spread(subject.exam.responses, prompts)], []
     with tqdm(total=len(TEMPERATURES) * len(sides) * prompts, desc="sampling", leave=False, dynamic_ncols=True) as bar:
         for temperature in TEMPERATURES:
             row = {"temperature": temperature}

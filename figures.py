@@ -14,7 +14,7 @@ The paper's claims as pictures, redrawn from a checkpoint on the machine at hand
   7  speed by tree size, measured, and predicted from 1 and 6
   8  sampling: coupled noise, drafts without the noise, and rejection sampling, by temperature
 
-The measurements are in evidence.py. Figures 1 and 7 are about this machine; the others come out alike everywhere.
+The measurements are in evidence.py, what they have in common in subject.py. Figures 1 and 7 are about this machine; the others come out alike everywhere.
 """
 import io
 from pathlib import Path
@@ -27,9 +27,10 @@ from checkpoint import BASE, CHECKPOINT_HELP, DTYPES, TRANSFER, load_checkpoint,
 from cli import Parser, has_fast_bfloat16, pick_device, positive, run, writable_folder, written_whole
 from compare import lines_of
 from data import encode_texts, read_corpus
-from evidence import (LAST, NEIGHBOURS, Subject, accuracy_table, block_table, cost_table, sampling_table, sight_table, similarity_table,
+from evidence import (LAST, NEIGHBOURS, accuracy_table, block_table, cost_table, sampling_table, sight_table, similarity_table,
                       speed_table, tokens_table)
 from replay import RANKS
+from subject import Subject
 
 
 # --------------------------------------------------------------------------------------------- drawing: rows -> a picture

@@ -10,7 +10,6 @@ What has to be turned on the way: GPT-2 stores its matrices transposed (Conv1D);
 here, and so are gate and up of SwiGLU; GGUF stores the rows of query and key in pairs for interleaved rotary positions.
 """
 import contextlib
-import json
 import math
 import re
 from pathlib import Path

@@ -21,7 +21,7 @@ from chat import chat_prompt
 from checkpoint import BASE, CHECKPOINT_HELP, DTYPES, load_checkpoint, load_transfer
 from cli import Parser, pick_device, run
 from display import Display, summary
-from drafters import MAX_TREE_SIZE, Autoregressive, HiddenTransferDrafter, Round
+from drafters import MAX_TREE_SIZE, Autoregressive, HiddenTransferDrafter, Round, usual_sources
 from model import GPT, KVCache, causal_mask
 from sampler import Sampler
 from tree import Tree, walk, walk_rejection
@@ -274,7 +274,7 @@ def make_drafter(args, model, prompt_ids):
         from measure import choose_tree_size                                # measure.py builds on this file
         size, sources, _ = choose_tree_size(model, drafter_of, notes["tokens_per_pass"], prompt_ids)
     else:
-        sources = 4 if model.embedding.weight.device.type == "cpu" else size                   # see the README
+        sources = usual_sources(model, size)
     return drafter_of(size, sources if args.sources is None else args.sources)
 
 

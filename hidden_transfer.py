@@ -95,10 +95,10 @@ class HiddenTransfer(nn.Module):
         sources, device = torch.arange(len(position_ids), device=position_ids.device), position_ids.device
         S = len(sources)
         seen = torch.arange(cache.length, device=device) <= position_ids[:, None]               # (S, committed)
-        rope = self.grow_positions(position_ids, sources)[S:]                                   # (K*S,)
+        ahead = self.grow_positions(position_ids, sources)[S:]                                  # (K*S,)
         mask = self.grow_mask(seen, sources)[S:]                                                # (K*S, committed + K*S)
         x = taps[0][:, :0]                                                  # (1, 0, C): no real rows in this pass
-        x, _ = self.climb(model, x, 0, model.rope(rope), mask, cache, min(self.layers),
+        x, _ = self.climb(model, x, 0, model.rope(ahead), mask, cache, min(self.layers),
                           lambda i, _: self.spawn(model, i, taps[i - 1], position_ids))
         return self.by_step(x, S)
 

@@ -24,7 +24,8 @@ def fit(module, optimizers, loss_of, draw, args, label: str) -> list[tuple[int, 
     """Minimise loss_of(draw(step, micro)), micro counting the micro-batches of a step; returns [(step, loss), ...].
 
     What draw gives depends on (seed, step, micro) alone, and the optimisers' state is saved, so a resumed run goes through
-    the same numbers. `--accumulate n` and n processes see the same data. The state is kept in out/<label>-state.pt. Ctrl-C ends the step, saves, and exits with status 130. ValueError for a loss that is not finite.
+    the same numbers. `--accumulate n` and n processes see the same data. The state is kept in out/<label>-state.pt. Ctrl-C
+    ends the step, saves, and exits with status 130. ValueError for a loss that is not finite.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     state_file = Path(args.out) / f"{label}-state.pt"

@@ -64,12 +64,10 @@ def paired_speed(model, drafters: dict, prompts, max_new_tokens: int = 64, round
                     runs[name][round].append(run)
                 if bar is not None:
                     bar.update()
-    report = {}
-    for name in sides:
-        seconds = [sum(run.seconds for run in turn) for turn in runs[name]]
+    report, seconds_of = {}, {name: [sum(run.seconds for run in turn) for turn in turns] for name, turns in runs.items()}
+    for name, seconds in seconds_of.items():
         new, passes = (sum(getattr(run, what) for turn in runs[name] for run in turn) for what in ("new_tokens", "forward_passes"))
-        plain = seconds if name == "plain" else plain                       # sides begin with plain decoding
-        report[name] = {"ratio": [a / b for a, b in zip(plain, seconds)], "tokens": new / passes, "ms": 1000 * sum(seconds) / passes,
+        report[name] = {"ratio": [a / b for a, b in zip(seconds_of["plain"], seconds)], "tokens": new / passes, "ms": 1000 * sum(seconds) / passes,
                         "per_second": new / sum(seconds), "runs": runs[name]}
     return report
 

@@ -2,6 +2,8 @@
 What drafts are worth, by replay: when the model's own greedy continuation is known, one causal pass gives every draft that
 decoding could ask for, so one pass answers for trees of all sizes, without decoding.
 """
+from typing import NamedTuple
+
 import torch
 
 from drafters import rank_drafts
@@ -13,6 +15,11 @@ TREE_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 RANKS = (1, 2, 3, 5, 10)
 
 
+class Response(NamedTuple):
+    tokens: torch.Tensor    # (T,) prompt and answer, with the end token where the answer came to its end
+    prompt: int             # how many of them are the prompt
+
+
 def cut_prompts(stream, count: int = 50, length: int = 32) -> list[list[int]]:
     """`count` prompts of `length` tokens, cut at even distances from a stream of tokens (N,)."""
     if len(stream) < count * length:
@@ -22,21 +29,33 @@ def cut_prompts(stream, count: int = 50, length: int = 32) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def continue_greedily(model, prompts: list[list[int]], new: int) -> torch.Tensor:
-    """Plain greedy decoding of prompts of one length as one batch: (B, length + new) tokens."""
+def answer(model, prompts: list[list[int]], ends: set[int], new: int) -> list[list[int]]:
+    """Greedy continuations of prompts of one length, up to `new` tokens or an end token, decoded as one batch."""
     device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
-    tokens = torch.tensor(prompts, device=device)                           # (B, T)
-    B, T = tokens.shape
-    cache = KVCache(model.config, T + new, B, dtype, device)
-    mask, fed = causal_mask(T, device=device), tokens
+    fed = torch.tensor(prompts, device=device)                              # (B, T)
+    cache = KVCache(model.config, fed.shape[1] + new, len(prompts), dtype, device)
+    mask, alive, answers = causal_mask(fed.shape[1], device=device), list(range(len(prompts))), [[] for _ in prompts]
     for _ in range(new):
         position_ids = torch.arange(cache.length, cache.length + fed.shape[1], device=device)
         logits = model(fed, position_ids, mask, cache, slice(-1, None))     # (B, 1, V)
         cache.commit(list(range(fed.shape[1])))
         fed = logits.argmax(-1)                                             # (B, 1)
-        tokens = torch.cat([tokens, fed], dim=1)
+        for row, token in zip(alive, fed[:, 0].tolist()):
+            if not answers[row] or answers[row][-1] not in ends:
+                answers[row].append(token)
+        going = [k for k, row in enumerate(alive) if answers[row][-1] not in ends]
+        if not going:
+            break
+        if 4 * len(going) < 3 * len(alive):                                 # rows that have ended are carried along, but not for long
+            alive, fed, cache.data = [alive[k] for k in going], fed[going], cache.data[:, :, going]
         mask = torch.ones(1, cache.length + 1, dtype=torch.bool, device=device)
-    return tokens
+    return answers
+
+
+def continue_greedily(model, prompts: list[list[int]], new: int) -> torch.Tensor:
+    """Prompts of one length with `new` tokens behind each, whatever these are: (B, length + new)."""
+    rows = [prompt + tokens for prompt, tokens in zip(prompts, answer(model, prompts, set(), new))]
+    return torch.tensor(rows, device=model.embedding.weight.device)
 
 
 @torch.inference_mode()
@@ -74,7 +93,7 @@ def accepted_depths(scores, candidates, truth: list[int], sizes) -> list[int]:
 
 
 def tokens_per_pass(model, transfer, responses, sizes=TREE_SIZES, new: int = 128, acceptance=None) -> dict[int, float]:
-    """Mean accepted tokens by tree size, over responses: pairs of tokens (T,) and how many of them are the prompt.
+    """Mean accepted tokens by tree size, over responses.
 
     With `acceptance` (K rows of measured acceptance by rank) the trees are the static ones built from it.
     """
@@ -109,17 +128,16 @@ def replay(model, transfer, tokens: torch.Tensor, prompt: int, sizes=TREE_SIZES,
     return counts
 
 
-def even_windows(stream, windows: int = 40, length: int = 256, device="cpu") -> list[tuple[torch.Tensor, int]]:
+def even_windows(stream, windows: int = 40, length: int = 256, device="cpu") -> list[Response]:
     """Windows (T,) at even distances from a stream of tokens (N,), as responses to a prompt of their first token."""
     length = min(length, len(stream))
     starts = torch.linspace(0, len(stream) - length, windows).long().tolist()
-    return [(torch.from_numpy(stream[s:s + length].astype("int64")).to(device), 1) for s in starts]
+    return [Response(torch.from_numpy(stream[s:s + length].astype("int64")).to(device), 1) for s in starts]
 
 
 @torch.inference_mode()
 def agreement(model, transfer, responses) -> list[list[float]]:
-    """K rows: how often the model's own argmax is among the first 1, 2, 3, 5, 10 of a step's draft, over responses: pairs of
-    tokens (T,) and how many of them are the prompt."""
+    """K rows: how often the model's own argmax is among the first 1, 2, 3, 5, 10 of a step's draft, over responses."""
     hits, rows = [[0] * len(RANKS) for _ in transfer.layers], [0] * len(transfer.layers)
     for tokens, prompt in responses:
         _, candidates, own = draft_whole(model, transfer, tokens, max(RANKS), prompt - 1)

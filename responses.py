@@ -10,26 +10,19 @@ command goes on.
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 from chat import chat_prompt
 from checkpoint import CHECKPOINT_HELP, DTYPES, fingerprint, load_checkpoint, load_file, save_file
 from cli import Parser, has_fast_bfloat16, pick_device, positive, run, writable_folder
-from model import KVCache, causal_mask
 from prompts import passage_prompts, prompts_about, standalone_prompts
+from replay import Response, answer
 
 HELD_OUT = 25               # every 25th answer is kept from training
 COUNT, NEW, BATCH = 3000, 128, 128     # prompts, longest answer in tokens, prompts answered at a time
 LONG, STEP = 200, 16        # prompts longer than LONG tokens lose a few, so that many have the same length
-
-
-class Response(NamedTuple):
-    tokens: torch.Tensor    # (T,) prompt and answer, with the end token where the answer came to its end
-    prompt: int             # how many of them are the prompt
 
 
 def wrap(tokenizer, text: str) -> tuple[list[int], set[int]]:
@@ -37,30 +30,6 @@ def wrap(tokenizer, text: str) -> tuple[list[int], set[int]]:
     if getattr(tokenizer, "chat_template", None) is not None:
         return chat_prompt(tokenizer, text)
     return tokenizer.prefix + tokenizer.encode_ordinary(text + "\n\n"), set(tokenizer.end_tokens)
-
-
-@torch.inference_mode()
-def answer(model, prompts: list[list[int]], ends: set[int], new: int) -> list[list[int]]:
-    """Greedy continuations of prompts of one length, up to `new` tokens or an end token, decoded as one batch."""
-    device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
-    fed = torch.tensor(prompts, device=device)                              # (B, T)
-    cache = KVCache(model.config, fed.shape[1] + new, len(prompts), dtype, device)
-    mask, alive, answers = causal_mask(fed.shape[1], device=device), list(range(len(prompts))), [[] for _ in prompts]
-    for _ in range(new):
-        position_ids = torch.arange(cache.length, cache.length + fed.shape[1], device=device)
-        logits = model(fed, position_ids, mask, cache, slice(-1, None))     # (B, 1, V)
-        cache.commit(list(range(fed.shape[1])))
-        fed = logits.argmax(-1)                                             # (B, 1)
-        for row, token in zip(alive, fed[:, 0].tolist()):
-            if not answers[row] or answers[row][-1] not in ends:
-                answers[row].append(token)
-        going = [k for k, row in enumerate(alive) if answers[row][-1] not in ends]
-        if not going:
-            break
-        if 4 * len(going) < 3 * len(alive):                                 # rows that have ended are carried along, but not for long
-            alive, fed, cache.data = [alive[k] for k in going], fed[going], cache.data[:, :, going]
-        mask = torch.ones(1, cache.length + 1, dtype=torch.bool, device=device)
-    return answers
 
 
 def batches_of_one_length(prompts: dict[int, list[int]], batch: int) -> list[list[int]]:

@@ -5,7 +5,7 @@ Training: transfer maps on a frozen base (the default), the rivals of baselines/
     python train.py --sweep                      # which block to transfer at: the closed form at every block
     python train.py --data my_texts/             # on text of your own
     python train.py --checkpoint MODEL           # another model; one with a chat template learns from its own answers
-    python train.py --stage medusa               # a rival (baselines/medusa.py); also no-interaction
+    python train.py --stage medusa               # a rival; also no-interaction, draft-model, self-speculation
     python train.py --stage base                 # the base model, from nothing (pretrain.py)
     torchrun --nproc-per-node 2 train.py         # several processes
 
@@ -20,12 +20,12 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from baselines.ablations import NoInteraction
-from baselines.medusa import KINDS, MedusaHeads, own_loss
+from baselines.medusa import KINDS, MedusaHeads
 from baselines.training import train_draft_model, train_self_speculation
 from checkpoint import BASE, CHECKPOINT_HELP, load_checkpoint, save_module, save_transfer
 from cli import Parser, has_fast_bfloat16, pick_device, positive, run, writable_folder, written_whole
 from closed_form import RidgeSums
-from distillation import NEW, Exam, FromResponses, FromText
+from distillation import Exam, FromResponses, FromText
 from hidden_transfer import HiddenTransfer
 from loop import fit, set_up_processes
 from pretrain import train_base
@@ -34,7 +34,7 @@ from replay import RANKS, TREE_SIZES, acceptance_by_rank, agreement, tokens_per_
 STEPS = 4           # transfer steps, all at three quarters of the blocks unless --transfer-layers says otherwise: see --sweep
 DEFAULTS = {        # per stage, and for --responses: what the command line leaves open
     "transfer": {"steps": 300, "batch": 2, "accumulate": 4, "length": 256, "lr": 3e-3, "save_every": 50},
-    "responses": {"steps": 200, "batch": 1, "accumulate": 8, "length": 0, "lr": 1e-3, "save_every": 50},
+    "responses": {"steps": 200, "batch": 1, "accumulate": 8, "lr": 1e-3, "save_every": 50},
     "draft-model": {"steps": 1200, "batch": 8, "accumulate": 1, "length": 256, "lr": 1e-2, "save_every": 100},
     "self-speculation": {"batch": 8, "length": 32},                         # prompts to search with, and their length
     "base": {"steps": 2000, "batch": 16, "accumulate": 1, "length": 513, "lr": 6e-3, "save_every": 100},
@@ -131,18 +131,21 @@ def sweep(model, lessons, steps: int, args) -> None:
     sums, sizes = ridge_sums(model, lessons, args, steps), (4, 16, 64)
     print("block " + "".join(f"{f'{size} nodes':>10}" for size in sizes) + "".join(f"{f'step {i}':>9}" for i in range(1, steps + 1)))
     print("      " + f"{'tokens per pass':>{10 * len(sizes)}}" + f"{'top-1 agreement':>{9 * steps}}")
-    for t in range(model.config.n_layer):
-        transfer = sums.fill(HiddenTransfer(model.config, [t] * steps, args.shift_positions).to(args.device))
-        rows, table = evaluate(model, transfer, lessons.exam, sizes)
-        print(f"{t:5} " + "".join(f"{table[size]:10.3f}" for size in sizes) + "".join(f"{row[0]:9.3f}" for row in rows), flush=True)
-    last = MedusaHeads(model.config, steps, "linear").to(args.device).start(model, ridge_sums(model, lessons, args, steps, last=True))
-    rows, table = evaluate(model, last, lessons.exam, sizes)                        # behind all blocks: linear Medusa
-    print(" last " + "".join(f"{table[size]:10.3f}" for size in sizes) + "".join(f"{row[0]:9.3f}" for row in rows), flush=True)
+
+    def modules():                                                          # one at a time: they would not all fit beside a large base
+        for t in range(model.config.n_layer):
+            yield t, sums.fill(HiddenTransfer(model.config, [t] * steps, args.shift_positions).to(args.device))
+        last = MedusaHeads(model.config, steps, "linear").to(args.device)   # behind all blocks: Medusa's linear relative
+        yield "last", last.start(model, ridge_sums(model, lessons, args, steps, last=True))
+
+    for t, module in modules():
+        rows, table = evaluate(model, module, lessons.exam, sizes)
+        print(f"{t:>5} " + "".join(f"{table[size]:10.3f}" for size in sizes) + "".join(f"{row[0]:9.3f}" for row in rows), flush=True)
 
 
 def evaluate(model, transfer, exam: Exam, sizes=TREE_SIZES):
     """(agreement by step and rank on held-out text, tokens per pass by tree size on held-out prompts)."""
-    return agreement(model, transfer, exam.text), tokens_per_pass(model, transfer, exam.responses, sizes, NEW)
+    return agreement(model, transfer, exam.text), tokens_per_pass(model, transfer, exam.responses, sizes, exam.new)
 
 
 def print_tables(title: str, layers, rows, table, exam: Exam) -> None:
@@ -150,8 +153,7 @@ def print_tables(title: str, layers, rows, table, exam: Exam) -> None:
           "step  block" + "".join(f"{f'top-{rank}':>8}" for rank in RANKS))
     for i, (t, row) in enumerate(zip(layers, rows), start=1):
         print(f"{i:4} {t:6}" + "".join(f"{share:8.3f}" for share in row))
-    longest = max(len(tokens) - prompt for tokens, prompt in exam.responses)
-    print(f"tokens per pass, greedy, {len(exam.responses)} held-out prompts, at most {longest} new tokens each\n"
+    print(f"tokens per pass, greedy, {len(exam.responses)} held-out prompts, at most {exam.new} new tokens each\n"
           "tree size" + "".join(f"{size:7}" for size in table) + "\n"
           "tokens   " + "".join(f"{tokens:7.2f}" for tokens in table.values()) + "\n", flush=True)
 

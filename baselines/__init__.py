@@ -15,8 +15,8 @@ from baselines.draft_model import DraftModelDrafter
 from baselines.medusa import KINDS, MedusaHeads
 from baselines.prompt_lookup import PromptLookupDrafter
 from baselines.self_speculation import SelfSpeculationDrafter, Skip, check_skip
-from checkpoint import BASE, check_base, fingerprint, load_file, load_module, load_transfer, read_torch
-from drafters import HiddenTransferDrafter
+from checkpoint import BASE, check_base, fingerprint, load_file, load_module, load_transfer, read_torch, shipped_maps
+from drafters import HiddenTransferDrafter, usual_sources
 from hidden_transfer import HiddenTransfer
 from model import GPT, GPTConfig
 
@@ -39,7 +39,7 @@ def load_rivals(model: GPT, folder=None) -> dict:
     drafts are drawn from the draft distribution (prompt lookup has none, its drafts stay what they are).
     """
     files = files_for(model, folder)
-    rivals = {name: module_maker(module, notes) for name, (module, notes) in open_modules(model, files).items()}
+    rivals = {name: module_maker(model, module, notes) for name, (module, notes) in open_modules(model, files).items()}
     if "self-speculation" in files:
         skip = load_skip(files["self-speculation"], model)
         rivals["self-speculation"] = lambda tree_size, sampled=False: SelfSpeculationDrafter(
@@ -52,17 +52,16 @@ def load_rivals(model: GPT, folder=None) -> dict:
 
 
 def files_for(model: GPT, folder) -> dict[str, Path]:
-    """{method: its file}; hidden-transfer and early-exit share transfer.pt."""
+    """{method: its file}; hidden transfer and early exit share the maps, which lie in checkpoints/ for more than one base."""
     place = BASE.parent if folder is None else Path(folder)
     if not place.is_dir():
         raise ValueError(f"--rivals {folder}: no such folder")
-    names = {method: "transfer.pt" if method in (HiddenTransfer.method, EarlyExit.method) else f"{method}.pt"
+    shipped, own = place.resolve() == BASE.parent.resolve(), fingerprint(model)
+    maps = shipped_maps(own) if shipped else place / "transfer.pt"
+    files = {method: maps if method in (HiddenTransfer.method, EarlyExit.method) else place / f"{method}.pt"
              for method in (HiddenTransfer.method, *METHODS)}
-    files = {method: place / name for method, name in names.items() if (place / name).is_file()}
-    if place.resolve() != BASE.parent.resolve():
-        return files
-    own = fingerprint(model)
-    return {method: file for method, file in files.items() if read_torch(file, "drafter", on_disk=True).get("base") == own}
+    files = {method: file for method, file in files.items() if file is not None and file.is_file()}
+    return {method: file for method, file in files.items() if not shipped or read_torch(file, "drafter", on_disk=True).get("base") == own}
 
 
 def open_modules(model: GPT, files: dict[str, Path]) -> dict:
@@ -91,12 +90,10 @@ def load_skip(file, model: GPT) -> Skip:
     return skip
 
 
-def module_maker(module, notes):
-    """A maker of drafters from a draft module. Where no block is left to climb, drafts cost nothing but themselves and are
-    made after the walk, for the accepted node alone; else as generate.py does (see the README)."""
-    climbs = isinstance(module, HiddenTransfer)
-
+def module_maker(model: GPT, module, notes):
+    """A maker of drafters from a draft module, with the usual sources; where no block is left to climb, drafts cost nothing but
+    themselves and are made after the walk, for the accepted node alone."""
     def make(tree_size: int, sampled: bool = False):
-        sources = 4 if climbs and next(module.parameters()).device.type == "cpu" else tree_size if climbs else 0
+        sources = usual_sources(model, tree_size) if isinstance(module, HiddenTransfer) else 0
         return HiddenTransferDrafter(module, tree_size, sources, acceptance=notes.get("acceptance"), sampled=sampled)
     return make

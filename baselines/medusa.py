@@ -118,9 +118,9 @@ def own_loss(drafts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     drafts (B, N, K, V), tokens (B, N). Heads that reach past a short text take no part. ValueError if none is left.
     """
     N, losses = tokens.shape[1], []
-    for i in range(1, drafts.shape[2] + 1):
+    for i, draft in enumerate(drafts.unbind(2), start=1):                   # (B, N, V) each
         if i + 1 < N:
-            logits = drafts[:, :N - 1 - i, i - 1].flatten(0, 1).float()     # (B * (N - 1 - i), V)
+            logits = draft[:, :N - 1 - i].flatten(0, 1).float()             # (B * (N - 1 - i), V)
             losses.append(0.8 ** i * F.cross_entropy(logits, tokens[:, 1 + i:].flatten()))
     if not losses:
         raise ValueError(f"a text of {N} tokens has nothing to learn from: at least 3 are needed")

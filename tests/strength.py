@@ -55,7 +55,7 @@ BREAKAGES = [
     ("memory that is freed stays counted", "compare.py", "self.now -= self.known.pop(key)", "self.known.pop(key)", "compare"),
     ("rows of the prompts count as drafts", "compare.py", "(rows[0] - before) / passes", "rows[0] / passes", "compare"),
     ("pseudo states are compared with their source", "evidence.py", "rows[:-i].float(), real[i:]", "rows[:-i].float(), real[:-i]", "figures"),
-    ("static trees are measured where they were found", "evidence.py", "return self.responses[len(self.responses) // 2:]", "return self.responses", "figures"),
+    ("static trees are measured where they were found", "subject.py", "return self.exam.responses[len(self.exam.responses) // 2:]", "return self.exam.responses", "figures"),
 ]
 
 

@@ -9,26 +9,23 @@ import random
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import baselines.chains
-import generate as generation
 from baselines.ablations import EarlyExit, NoInteraction
-from baselines.chains import draft_chain
 from baselines.draft_model import DraftModelDrafter
 from baselines.medusa import KINDS as HEADS, MedusaHeads, own_loss, unembedding
 from baselines.prompt_lookup import PromptLookupDrafter
 from baselines.self_speculation import SelfSpeculationDrafter, Skip, draft_cost, search, skipping_pass, worth
 from closed_form import RidgeSums, last_hidden_state
-from conftest import (BLOCK, KINDS, PROMPT, VOCAB, assert_close, fresh_cache_rows, full_logits, make_model, make_transfer, plain,
+from conftest import (KINDS, PROMPT, VOCAB, assert_close, fresh_cache_rows, full_logits, make_model, make_transfer, plain,
                       slow_forward)
 from drafters import HiddenTransferDrafter, Round
-from drafters_for_tests import Oracle, Watch, bushy_shape
+from drafters_for_tests import Watch
 from generate import generate
 from replay import continue_greedily, tokens_per_pass
 from model import KVCache, causal_mask
 from sampler import Sampler
-from test_sampling import (assert_drawn_from, assert_same_law, generation_law, law_of_texts, model_target, next_logits, tiny_model)
+from test_sampling import (assert_drawn_from, assert_same_law, generation_law, law_of_texts, model_target, tiny_model)
 
 SAMPLER = Sampler(temperature=0.8, seed=3)
 

@@ -16,14 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
 import cli
 import data
 from checkpoint import (BASE, TRANSFER, build_model, fingerprint, load_checkpoint, load_file, load_transfer, save_checkpoint,
                         save_file, save_transfer)
 from conftest import KINDS, PROMPT, assert_close, full_logits, make_model, make_transfer
 from data import encode_texts, is_held_out, n_bytes, read_corpus
-from model import GPT, lay_out_for_cpu
+from model import lay_out_for_cpu
 from tokenizer import END_OF_TEXT, PATTERN, load_tokenizer, save_tokenizer, train_bpe
 
 VOCABULARY_FILE = BASE.parent / "base.tiktoken"

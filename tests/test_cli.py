@@ -7,7 +7,6 @@ import codecs
 import contextlib
 import io
 import json
-import math
 import os
 import pickle
 import re
@@ -525,7 +524,6 @@ def test_maps_from_training_are_taken(files, tmp_path, monkeypatch):
     """train.py, then generate.py with what it has written."""
     for name, value in {"PROMPTS": 2, "PROMPT": 8, "NEW": 8}.items():
         monkeypatch.setattr(distillation, name, value)
-    monkeypatch.setattr(train, "NEW", 8)
     monkeypatch.setattr(distillation, "even_windows", lambda stream, length, device: replay.even_windows(stream, 2, 32, device))
     status, out, _ = teach(files, tmp_path / "out")
     assert status == 0 and "python generate.py --transfer" in out

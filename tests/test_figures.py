@@ -6,25 +6,25 @@ import itertools
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import evidence
 import figures
+import subject as subjects
 from checkpoint import BASE, load_checkpoint, save_checkpoint, save_module, save_transfer
 from conftest import KINDS, assert_close, make_model, make_transfer, slow_forward
 from data import encode_texts
 from drafters import HiddenTransferDrafter
-from evidence import (LAST, NEIGHBOURS, Subject, accuracy_table, block_table, cost_table, pass_costs, promised, sampling_table, sight_table,
-                      similarity_table, speed_table, states_by_block, tokens_table, tree_cost)
+from evidence import (LAST, NEIGHBOURS, accuracy_table, block_table, cost_table, promised, sampling_table, sight_table, similarity_table,
+                      speed_table, states_by_block, tokens_table, tree_cost)
 from generate import generate
-from replay import RANKS, TREE_SIZES, agreement, tokens_per_pass
+from replay import RANKS, TREE_SIZES, agreement, even_windows, tokens_per_pass
 from sampler import Sampler
+from subject import Subject, pass_costs
 from test_baselines import blind, make_heads
 from test_cli import call
 from tokenizer import load_tokenizer
-from tree import best_first
 
 SHAPE = dict(vocab_size=4096, n_embd=32, n_layer=3, block_size=96)
 
@@ -52,17 +52,17 @@ def test_cost_counts_the_rows_asked_for(subject, monkeypatch):
         assert mask.shape == (tokens.shape[1], cache.length + tokens.shape[1]) and cache.length == 48      # half of the context
         now[0] += tokens.shape[1]
         return forward(self, tokens, position_ids, mask, cache)
-    monkeypatch.setattr(evidence.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(subjects.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(type(subject.model), "forward", timed)
     assert pass_costs(subject.model, (1, 2, 5), repeats=3) == {1: 1, 2: 2, 5: 5}
     rows, _ = cost_table(subject, subject.model)
-    assert len(rows) == 2 * len(evidence.ROWS) and all(row["multiple of one row"] == row["rows"] == row["ms"] / 1000 for row in rows)
+    assert len(rows) == 2 * len(subjects.ROWS) and all(row["multiple of one row"] == row["rows"] == row["ms"] / 1000 for row in rows)
 
 
 def test_accuracy_is_that_of_each_module(subject):
-    rows, _ = accuracy_table(subject, 3)
-    windows = subject.windows(3)
-    assert [tuple(tokens.tolist()) for tokens, _ in windows] == [tuple(subject.held_out[s:s + 96].tolist()) for s in np.linspace(0, len(subject.held_out) - 96, 3).astype(int)]
+    rows, how = accuracy_table(subject)
+    windows = even_windows(subject.held_out, 40, 96)
+    assert "40 windows of 96 tokens" in how
     for name, module in subject.modules.items():
         expected = agreement(subject.model, module, windows)
         assert [[row[f"top-{rank}"] for rank in RANKS] for row in rows if row["drafts"] == name] == expected
@@ -94,7 +94,7 @@ def test_similarity_of_maps_that_copy(subject):
     for linear in copying.transfer.maps:
         torch.nn.init.eye_(linear.weight)
         torch.nn.init.zeros_(linear.bias)
-    rows, _ = similarity_table(copying, 3)
+    rows, _ = similarity_table(copying)
     for what in ("cosine", "centred cosine"):
         assert column(rows, what, states="step 1", block=1) == column(rows, what, states=NEIGHBOURS, block=1)
         assert all(-1 <= value < 0.99 for value in column(rows, what))
@@ -105,29 +105,29 @@ def test_similarity_of_maps_that_copy(subject):
         return [(real, {i: torch.cat([real[i:], real[:i]]) for i in pseudo}) for real, pseudo in states_by_block(model, transfer, tokens)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evidence, "states_by_block", know)
-        rows, _ = similarity_table(copying, 3)
+        rows, _ = similarity_table(copying)
     assert all(row[what] == pytest.approx(1, abs=1e-6) for row in rows for what in ("cosine", "centred cosine") if row["states"] != NEIGHBOURS)
 
 
 def test_blocks_of_the_transfer(subject):
     """Every block and the last hidden state, each with what maps fitted there agree; step 2 with step 1 at its best block."""
-    rows, how = block_table(subject, 3)
+    rows, how = block_table(subject)
     assert column(rows, "block") == [0, 1, 2, LAST] and f"{subject.sums[0].rows:,} rows" in how
     best = max(rows[:-1], key=lambda row: row["step 1, top-1"])["block"]
     for row in rows[:-1]:
-        table = agreement(subject.model, subject.filled([best, row["block"]]), subject.windows(3))
+        table = agreement(subject.model, subject.filled([best, row["block"]]), subject.exam.text)
         assert (row["step 2, top-1"], row["step 2, top-5"]) == (table[1][0], table[1][3])
-        assert row["step 1, top-1"] == agreement(subject.model, subject.filled([row["block"]]), subject.windows(3))[0][0]
+        assert row["step 1, top-1"] == agreement(subject.model, subject.filled([row["block"]]), subject.exam.text)[0][0]
 
 
 def test_sight(subject):
     """Step 1 sees no earlier step, so the same maps give the same with and without sight; step 2 does not."""
-    rows, _ = sight_table(subject, 12)
+    rows, _ = sight_table(subject)
     for step, same in ((1, True), (2, False)):
         seeing, blinded = ([column(rows, f"top-{rank}", drafts=name, step=step) for rank in RANKS] for name in ("sees the earlier steps", "same maps, blind"))
         assert (seeing == blinded) == same
     assert column(rows, "tokens/pass, 16 nodes", drafts="blind, trained so", step=1) == [
-        tokens_per_pass(subject.model, subject.modules["no-interaction"], subject.second_half, (16,), subject.new)[16]]
+        tokens_per_pass(subject.model, subject.modules["no-interaction"], subject.second_half, (16,), subject.exam.new)[16]]
 
 
 def test_what_a_tree_promises():
@@ -145,7 +145,7 @@ def test_tokens_by_tree_size(subject):
     for size in (1, 4, 16):
         for shape in ("best-first", "static"):
             drafter = HiddenTransferDrafter(subject.transfer, size, 0, shape, subject.acceptance)
-            runs = [generate(subject.model, tokens[:prompt].tolist(), drafter, max_new_tokens=subject.new) for tokens, prompt in subject.second_half]
+            runs = [generate(subject.model, tokens[:prompt].tolist(), drafter, max_new_tokens=96 - 32) for tokens, prompt in subject.second_half]
             mean = sum(run.new_tokens for run in runs) / sum(run.forward_passes for run in runs)
             assert column(rows, f"{shape}, measured", **{"tree size": size}) == [mean]
             assert column(rows, f"{shape}, expected", **{"tree size": size})[0] >= 1
@@ -154,7 +154,7 @@ def test_tokens_by_tree_size(subject):
 
 def test_the_halves_do_not_overlap(subject):
     """Static trees are built on one half of the responses and measured on the other."""
-    assert len(subject.second_half) == 3 and not {tuple(t.tolist()) for t, _ in subject.second_half} & {tuple(t.tolist()) for t, _ in subject.responses[:3]}
+    assert len(subject.second_half) == 3 and not {tuple(t.tolist()) for t, _ in subject.second_half} & {tuple(t.tolist()) for t, _ in subject.first_half}
 
 
 def test_cost_of_a_tree():
@@ -167,7 +167,7 @@ def test_cost_of_a_tree():
 def test_speed(subject, monkeypatch):
     """Every tree size, with the tokens per pass of real decoding and the prediction from the costs by rows."""
     monkeypatch.setattr(evidence, "RAISED", (2, 8))
-    subject.__dict__["costs"] = {n: 1 + n / 16 for n in evidence.ROWS}
+    subject.__dict__["costs"] = {n: 1 + n / 16 for n in subjects.ROWS}
     try:
         rows, _ = speed_table(subject, prompts=2, rounds=1, new=20)
     finally:
@@ -184,7 +184,7 @@ def test_speed(subject, monkeypatch):
 def test_sampling(subject, monkeypatch):
     """At temperature 0 there is no noise, so both ways of ranking are one; above it they are not, and the text is the same."""
     monkeypatch.setattr(evidence, "TEMPERATURES", (0.0, 0.9))
-    rows, _ = sampling_table(subject, prompts=4, new=20, size=6)
+    rows, _ = sampling_table(subject, prompts=6, new=60, size=16)
     assert column(rows, "temperature") == [0.0, 0.9]
     assert rows[0]["coupled noise"] == rows[0]["without noise"] > 1 and rows[1]["coupled noise"] != rows[1]["without noise"]
     texts = [subject.held_out[:8].tolist()]
@@ -235,7 +235,7 @@ def test_every_picture_can_be_drawn(number, tmp_path, subject, monkeypatch):
     monkeypatch.setattr(evidence, "TEMPERATURES", (0.0, 0.9))
     monkeypatch.setattr(evidence, "RAISED", (2, 8))
     name, title, measure, draw = figures.FIGURES[number]
-    few = {7: dict(prompts=1, rounds=1, new=10), 8: dict(prompts=1, new=5), 2: dict(windows=2), 3: dict(windows=2), 4: dict(windows=2), 5: dict(windows=2)}
+    few = {7: dict(prompts=1, rounds=1, new=10), 8: dict(prompts=1, new=5)}
     monkeypatch.setitem(figures.FIGURES, number, (name, title, lambda subject: measure(subject, **few.get(number, {})), draw))
     figures.make(number, subject, tmp_path)
     assert (tmp_path / f"{number}-{name}.png").stat().st_size > 5000 and (tmp_path / f"{number}-{name}.md").read_text().count("\n|") > 2

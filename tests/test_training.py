@@ -65,7 +65,6 @@ def train_maps(small, out, *more) -> tuple[int, str]:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         for name, value in QUICK.items():
             patch.setattr(distillation, name, value)
-        patch.setattr(train, "NEW", QUICK["NEW"])
         patch.setattr(sys, "argv", ["train.py"] + arguments(small, out, *more))
         try:
             train.main()
@@ -629,7 +628,7 @@ def test_resuming_without_a_good_state(small, tmp_path, trained):
 SCRIPT = r"""
 import time
 import cli, distillation, loop, replay, train
-distillation.PROMPTS, distillation.PROMPT, distillation.NEW, train.NEW = 3, 8, 10, 10
+distillation.PROMPTS, distillation.PROMPT, distillation.NEW = 3, 8, 10
 distillation.even_windows = lambda stream, length, device: replay.even_windows(stream, 2, 32, device)
 fetch = loop.windows
 def windows(stream, args, step, micro):
