@@ -31,7 +31,11 @@ class Exam(NamedTuple):
     prompts, for tokens per pass."""
     text: list[Response]
     responses: list[Response]
-    new: int                # what the responses were limited to, in tokens
+
+    @property
+    def new(self) -> int:
+        """Tokens of the longest response: as many as decoding was allowed."""
+        return max(len(tokens) - prompt for tokens, prompt in self.responses)
 
 
 class FromText:
@@ -72,7 +76,7 @@ def make_exam(model, stream, prompts: int | None = None) -> Exam:
     new = min(NEW, model.config.block_size - prompt)
     sequences = continue_greedily(model, cut_prompts(stream, prompts or PROMPTS, prompt), new)
     windows = even_windows(stream, length=min(256, model.config.block_size), device=sequences.device)
-    return Exam(windows, [Response(row, prompt) for row in sequences], new)
+    return Exam(windows, [Response(row, prompt) for row in sequences])
 
 
 def matrices_in_bfloat16(model):
@@ -153,7 +157,7 @@ class FromResponses:
         self.mean_rows = sum(len(tokens) - prompt for tokens, prompt in self.responses) / len(self.responses)
         self.rows = args.batch * self.mean_rows
         rest = [Response(tokens[:prompt + NEW].to(args.device), prompt) for tokens, prompt in rest]
-        self.exam = Exam(rest[::3], rest[:PROMPTS], NEW)
+        self.exam = Exam(rest[::3], rest[:PROMPTS])
         self.teachers, self.room = {}, args.keep_gb * 1e9
 
     def draw(self, step: int, micro: int) -> list[int]:
