@@ -27,7 +27,7 @@ def theirs(checkpoint: str, dtype):
 
 
 def until_end(tokens: list[int], tokenizer) -> list[int]:
-    """Theirs must not end early, so that the counts are equal; ours goes on behind the end."""
+    """What comes before the end of the answer; behind it ours goes on, and theirs is not allowed to end (min_new_tokens)."""
     ends = [n for n, token in enumerate(tokens) if token in tokenizer.end_tokens]
     return tokens[:ends[0]] if ends else tokens
 
@@ -65,14 +65,15 @@ def main() -> None:
             if n == 0:                                                      # the first prompt is the warm-up
                 break
         else:
-            same += until_end(tokens["ours"], tokenizer) == until_end(tokens["theirs"], tokenizer)
+            ours = until_end(tokens["ours"], tokenizer)
+            same += ours == tokens["theirs"][:len(ours)]
             for name in rates:
                 rates[name].append(1 / statistics.median(seconds[name]))
             ratios += [b / a for a, b in zip(seconds["ours"], seconds["theirs"])]
     print(f"{args.dtype}, {torch.get_num_threads()} threads, {args.prompts} prompts, {new} new tokens each, {args.rounds} rounds\n"
           f"tokens/s here {statistics.median(rates['ours']):.1f}, transformers {statistics.median(rates['theirs']):.1f}, "
           f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}); "
-          f"{same} of {args.prompts} outputs are the same")
+          f"{same} of {args.prompts} answers are the same")
 
 
 if __name__ == "__main__":
