@@ -28,6 +28,15 @@ def chat_prompt(tokenizer, text: str) -> tuple[list[int], set[int]]:
     return ids, set(tokenizer.end_tokens) | {tokenizer.special_tokens[part] for part in behind[1:2]}
 
 
+def user_opening(tokenizer) -> list[int]:
+    """Ids of a conversation up to where the user begins to speak: what a model goes on with from there is a prompt."""
+    prompt = render(tokenizer, [{"role": "user", "content": f"{MARK}question{MARK}"}])
+    opening, found, _ = prompt.partition(f"{MARK}question{MARK}")
+    if not found:
+        raise ValueError("--chat: the chat template does not show what the user says")
+    return tokenizer.encode_with_special(opening)
+
+
 MARK = "\ue000"         # of the private use area: no template writes it
 
 

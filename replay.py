@@ -29,8 +29,9 @@ def cut_prompts(stream, count: int = 50, length: int = 32) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def answer(model, prompts: list[list[int]], ends: set[int], new: int) -> list[list[int]]:
-    """Greedy continuations of prompts of one length, up to `new` tokens or an end token, decoded as one batch."""
+def answer(model, prompts: list[list[int]], ends: set[int], new: int, choose=lambda logits: logits.argmax(-1)) -> list[list[int]]:
+    """Continuations of prompts of one length, up to `new` tokens or an end token, decoded as one batch; greedy unless `choose`,
+    logits (B, 1, V) -> tokens (B, 1), says otherwise."""
     device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
     fed = torch.tensor(prompts, device=device)                              # (B, T)
     cache = KVCache(model.config, fed.shape[1] + new, len(prompts), dtype, device)
@@ -39,7 +40,7 @@ def answer(model, prompts: list[list[int]], ends: set[int], new: int) -> list[li
         position_ids = torch.arange(cache.length, cache.length + fed.shape[1], device=device)
         logits = model(fed, position_ids, mask, cache, slice(-1, None))     # (B, 1, V)
         cache.commit(list(range(fed.shape[1])))
-        fed = logits.argmax(-1)                                             # (B, 1)
+        fed = choose(logits)                                                # (B, 1)
         for row, token in zip(alive, fed[:, 0].tolist()):
             if not answers[row] or answers[row][-1] not in ends:
                 answers[row].append(token)

@@ -1,10 +1,12 @@
 """
-What the maps of an instruct model learn from: answers that the model writes itself, to prompts of our own (prompts.py).
+What the maps of an instruct model learn from: answers that the model writes itself, to prompts of our own (prompts.py) and to
+prompts that it invents.
 
     python responses.py --checkpoint HuggingFaceTB/SmolLM2-135M-Instruct --out out/responses.pt
     python train.py --checkpoint HuggingFaceTB/SmolLM2-135M-Instruct --responses out/responses.pt
 
-Greedy, in the model's chat template where it has one. The file is saved as it grows: Ctrl-C loses little, and the same
+Greedy, in the model's chat template where it has one. Half of the prompts are then what the model says in the user's place
+(Magpie, arXiv 2406.08464): more varied than any templates. The file is saved as it grows: Ctrl-C loses little, and the same
 command goes on.
 """
 import sys
@@ -14,14 +16,15 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from chat import chat_prompt
+from chat import chat_prompt, user_opening
 from checkpoint import CHECKPOINT_HELP, DTYPES, fingerprint, load_checkpoint, load_file, save_file
 from cli import Parser, has_fast_bfloat16, pick_device, positive, run, writable_folder
 from prompts import passage_prompts, prompts_about, standalone_prompts
 from replay import Response, answer
 
 HELD_OUT = 25               # every 25th answer is kept from training
-COUNT, NEW, BATCH = 3000, 128, 128     # prompts, longest answer in tokens, prompts answered at a time
+COUNT, NEW, BATCH = 6000, 128, 128     # prompts, longest answer in tokens, prompts answered at a time
+INVENTED, TEMPERATURE = 256, 0.8        # longest prompt that the model invents, in tokens, and how it draws them
 LONG, STEP = 200, 16        # prompts longer than LONG tokens lose a few, so that many have the same length
 
 
@@ -93,10 +96,13 @@ def load_responses(path, model) -> list[Response]:
 def write_responses(model, tokenizer, path, count: int = COUNT, new: int = NEW, seed: int = 0, batch: int = BATCH) -> None:
     """Let the model answer `count` prompts with up to `new` tokens each, into the file `path`; goes on where it had stopped.
 
-    A tenth of the prompts asks for passages, a quarter is about these passages.
+    Of the prompts from templates a tenth asks for passages, a quarter is about these passages. A model with a chat template
+    invents half of all prompts itself.
     """
     file = ResponseFile(path, {"base": fingerprint(model), "count": count, "new": new, "seed": seed})
-    passages, about = max(1, count // 10), count // 4
+    invented = count // 2 if getattr(tokenizer, "chat_template", None) is not None else 0
+    templates = count - invented
+    passages, about = max(1, templates // 10), templates // 4
     limit = model.config.block_size - new
     if limit < 64:
         raise ValueError(f"--new {new} leaves no room for prompts in a context of {model.config.block_size} tokens")
@@ -106,8 +112,10 @@ def write_responses(model, tokenizer, path, count: int = COUNT, new: int = NEW, 
             written = answer_all(model, tokenizer, file, 0, texts, new, limit, batch, bar)
             texts = prompts_about([tokenizer.decode(tokens) for tokens in written], about, seed)
             answer_all(model, tokenizer, file, passages, texts, new, min(limit, 1024), batch, bar)
-            texts = standalone_prompts(count - passages - about, seed)
+            texts = standalone_prompts(templates - passages - about, seed)
             answer_all(model, tokenizer, file, passages + about, texts, new, limit, batch, bar)
+            texts = invented_prompts(model, tokenizer, invented, min(limit, INVENTED), seed, batch)
+            answer_all(model, tokenizer, file, templates, texts, new, limit, batch, bar)
         except KeyboardInterrupt:
             file.save()
             bar.close()
@@ -115,6 +123,31 @@ def write_responses(model, tokenizer, path, count: int = COUNT, new: int = NEW, 
             sys.exit(130)
     tokens = sum(len(row.tokens) - row.prompt for row in file.found.values())
     print(f"{count} answers with {tokens} tokens in {path}")
+
+
+def invented_prompts(model, tokenizer, count: int, longest: int, seed: int, batch: int) -> list[str]:
+    """`count` different prompts that the model itself thinks a user would write, drawn at TEMPERATURE; those that do not come to
+    their end within `longest` tokens are left out."""
+    generator, device, found, idle = torch.Generator().manual_seed(seed), model.embedding.weight.device, {}, 0
+
+    def draw(logits):                                                       # (B, 1, V) -> (B, 1)
+        return torch.multinomial((logits[:, 0].float() / TEMPERATURE).softmax(-1).cpu(), 1, generator=generator).to(device)
+
+    if count == 0:
+        return []
+    opening, (_, ends) = user_opening(tokenizer), chat_prompt(tokenizer, "")
+    with tqdm(total=count, desc="prompts", unit="prompt", dynamic_ncols=True) as bar:
+        while len(found) < count:
+            if idle == 10:
+                raise ValueError(f"--checkpoint invents no prompts that end within {longest} tokens; train.py --data learns from text instead")
+            before = len(found)
+            for tokens in answer(model, [opening] * batch, ends, longest, draw):
+                text = tokenizer.decode(tokens[:-1]).strip()
+                if tokens[-1] in ends and text and len(found) < count:
+                    found[text] = None
+            idle = 0 if len(found) > before else idle + 1
+            bar.update(len(found) - before)
+    return list(found)
 
 
 def answer_all(model, tokenizer, file: ResponseFile, first: int, texts: list[str], new, limit, batch, bar) -> list[list[int]]:

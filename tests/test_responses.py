@@ -459,6 +459,84 @@ def test_wrap(small):
     assert responses.wrap(tokenizer, "Why?") == (tokenizer.encode_ordinary("<Why?>") + [4095] + tokenizer.encode_ordinary("!"), {4095})
 
 
+# ------------------------------------------------------------------------------------------ prompts that the model invents
+
+CHAT = "{% for message in messages %}<{{ message.content }}<|endoftext|>{% endfor %}{% if add_generation_prompt %}!{% endif %}"
+
+
+@pytest.fixture
+def chatting(small):
+    """The tiny base with a chat template, and a tokenizer of which every sixteenth token ends what is said."""
+    pytest.importorskip("jinja2")
+    model, _ = loaded(small)
+    tokenizer = load_tokenizer(small / "tiny.tiktoken")
+    tokenizer.chat_template, tokenizer.end_tokens = CHAT, set(range(7, 4096, 16))
+    return model, tokenizer
+
+
+def test_half_of_the_prompts_are_invented(chatting, tmp_path):
+    """They stand behind those from templates, as what a user says; a second run makes the same ones, so it can go on."""
+    model, tokenizer = chatting
+    write_responses(model, tokenizer, tmp_path / "responses.pt", COUNT, NEW)
+    rows = load_responses(tmp_path / "responses.pt", model)
+    invented = responses.invented_prompts(model, tokenizer, COUNT // 2, 128 - NEW, 0, responses.BATCH)
+    assert len(rows) == COUNT and len(set(invented)) == COUNT // 2 and all(text and text == text.strip() for text in invented)
+    for text, (tokens, prompt) in zip(prompts.passage_prompts(2) + [None] * 5 + prompts.standalone_prompts(13) + invented, rows, strict=True):
+        if text is not None:
+            assert tokens[:prompt].tolist() == responses.wrap(tokenizer, text)[0]
+
+
+def test_invented_prompts_are_drawn_from_the_model(chatting, monkeypatch):
+    """Behind the opening of the user's turn, from the model's own distribution at the temperature; a prompt ends before the end token."""
+    model, tokenizer = chatting
+    opening, fed = responses.user_opening(tokenizer), []
+    plain = responses.answer
+
+    def watch(model, prompts, ends, new, choose):
+        assert prompts == [opening] * 3 and ends == tokenizer.end_tokens | {4095}
+        batch = plain(model, prompts, ends, new, choose)
+        fed.extend(batch)
+        return batch
+
+    monkeypatch.setattr(responses, "answer", watch)
+    found = responses.invented_prompts(model, tokenizer, 10, 40, 1, batch=3)
+    whole = [row for row in fed if row[-1] in tokenizer.end_tokens | {4095}]
+    texts = [text for text in (tokenizer.decode(row[:-1]).strip() for row in whole) if text]
+    assert found == list(dict.fromkeys(texts))[:10] and found != responses.invented_prompts(model, tokenizer, 10, 40, 2, batch=3)
+    assert max(map(len, fed)) <= 40 and len(whole) < len(fed)                          # some came to no end, and are left out
+
+
+def test_what_is_drawn_follows_the_temperature(chatting, monkeypatch):
+    """First tokens of many prompts against the softmax of the logits over the temperature: 4,000 draws, the 20 likeliest tokens."""
+    model, tokenizer = chatting
+    model = make_model("rotary", 0, vocab_size=4096, n_embd=16, n_layer=3, block_size=128)
+    model.embedding.weight.data[:20] *= 40                                              # a distribution that is far from flat
+    opening, first = responses.user_opening(tokenizer), []
+    logits = model(torch.tensor([opening]), torch.arange(len(opening)), causal_mask(len(opening)))[0, -1].float()
+    expected = (logits / responses.TEMPERATURE).softmax(-1)
+    assert (expected - logits.softmax(-1)).abs().max() > 0.05                           # the temperature can be told
+
+    def once(model, prompts, ends, new, choose):
+        first.extend(choose(logits.expand(len(prompts), 1, -1))[:, 0].tolist())
+        raise InterruptedError
+
+    monkeypatch.setattr(responses, "answer", once)
+    with pytest.raises(InterruptedError):
+        responses.invented_prompts(model, tokenizer, 1, 40, 0, batch=4000)
+    for token in expected.topk(20).indices.tolist():
+        chance = expected[token].item()
+        assert abs(first.count(token) / 4000 - chance) < 5 * math.sqrt(chance / 4000)
+
+
+def test_a_model_that_invents_nothing_new(chatting, monkeypatch, tmp_path):
+    """Without chance it says the same again and again, or never comes to an end: that is said, and what was answered is kept."""
+    model, tokenizer = chatting
+    monkeypatch.setattr(responses, "TEMPERATURE", 1e-6)
+    with pytest.raises(ValueError, match="^--checkpoint invents no prompts that end within 122 tokens"):
+        write_responses(model, tokenizer, tmp_path / "responses.pt", COUNT, NEW, batch=2)
+    assert len(contents(tmp_path / "responses.pt")["keys"]) == COUNT // 2
+
+
 # ------------------------------------------------------------------------------------------ prompts
 
 DRAWS = {"standalone": prompts.standalone_prompts, "passages": prompts.passage_prompts,
