@@ -52,6 +52,8 @@ BREAKAGES = [
     ("prompt lookup finds the end of the text itself", "baselines/prompt_lookup.py", "range(len(text) - 1, n - 1, -1)", "range(len(text), n - 1, -1)", "baselines"),
     ("rivals of another base are taken", "checkpoint.py", "    check_base(contents, path, model)", "    pass", "baselines_training"),
     ("short answers weigh as much as long ones", "distillation.py", "loss * len(position_ids) / self.mean_rows", "loss", "responses"),
+    ("invented prompts that came to no end are kept", "responses.py", "if tokens[-1] in ends and text and", "if text and", "responses"),
+    ("prompts are invented without the temperature", "responses.py", ".float() / TEMPERATURE)", ".float())", "responses"),
     ("memory that is freed stays counted", "compare.py", "self.now -= self.known.pop(key)", "self.known.pop(key)", "compare"),
     ("rows of the prompts count as drafts", "compare.py", "(rows[0] - before) / passes", "rows[0] / passes", "compare"),
     ("pseudo states are compared with their source", "evidence.py", "rows[:-i].float(), real[i:]", "rows[:-i].float(), real[:-i]", "figures"),
