@@ -58,7 +58,7 @@ def train_transfer(args) -> None:
     transfer = make_module(model.config, args).to(args.device)
     layers = transfer.layers
     lessons = (FromResponses if args.responses else FromText)(model, tokenizer, args, len(layers))
-    main_process = not dist.is_initialized() or dist.get_rank() == 0
+    main_process, world = not dist.is_initialized() or dist.get_rank() == 0, dist.get_world_size() if dist.is_initialized() else 1
     if args.sweep:
         return sweep(model, lessons, len(layers), args) if main_process else None
     if not args.resume:
@@ -78,7 +78,7 @@ def train_transfer(args) -> None:
         rows, table = evaluate(model, transfer, lessons.exam)
         print_tables("after distillation", layers, rows, table, lessons.exam)
         notes = {"agreement": rows, "tokens_per_pass": table, "steps": args.steps,
-                 "tokens": round(args.steps * args.accumulate * lessons.rows),              # source rows, by all processes alike
+                 "tokens": round(args.steps * args.accumulate * world * lessons.rows),      # source rows
                  "acceptance": acceptance_by_rank(model, transfer, lessons.exam.responses)}
         if args.stage == "transfer":
             save_transfer(transfer, model, Path(args.out) / "transfer.pt", notes)

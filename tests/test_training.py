@@ -689,6 +689,7 @@ def test_two_processes_equal_one_with_accumulation(small, tmp_path):
     for name, p in one["module"].items():
         assert_close(two["module"][name], p, 1e-5)
     assert sorted(file.name for file in (tmp_path / "two").iterdir()) == ["training.png", "transfer-state.pt", "transfer.pt"]
+    assert [load_file(tmp_path / run / "transfer.pt", "transfer", "")["notes"]["tokens"] for run in ("two", "one")] == [6 * 2 * 2 * 32] * 2
 
 
 # ------------------------------------------------------------------------------------------ what is refused
