@@ -15,7 +15,7 @@ tokenizers = pytest.importorskip("tokenizers", reason="requirements-checkpoints.
 gguf = pytest.importorskip("gguf", reason="requirements-checkpoints.txt is not installed")
 pytest.importorskip("jinja2", reason="requirements-checkpoints.txt is not installed")
 
-from chat import chat_prompt, user_opening                                                                # noqa: E402
+from chat import chat_prompt, user_opening                                                  # noqa: E402
 from checkpoint import load_checkpoint                                                      # noqa: E402
 from conftest import assert_close, full_logits, make_transfer, plain                        # noqa: E402
 from drafters import HiddenTransferDrafter                                                  # noqa: E402

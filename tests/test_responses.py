@@ -508,7 +508,7 @@ def test_invented_prompts_are_drawn_from_the_model(chatting, monkeypatch):
 
 def test_what_is_drawn_follows_the_temperature(chatting, monkeypatch):
     """First tokens of many prompts against the softmax of the logits over the temperature: 4,000 draws, the 20 likeliest tokens."""
-    model, tokenizer = chatting
+    _, tokenizer = chatting
     model = make_model("rotary", 0, vocab_size=4096, n_embd=16, n_layer=3, block_size=128)
     model.embedding.weight.data[:20] *= 40                                              # a distribution that is far from flat
     opening, first = responses.user_opening(tokenizer), []
