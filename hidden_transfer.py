@@ -156,11 +156,12 @@ def distillation_loss(teacher: torch.Tensor, drafts: torch.Tensor) -> torch.Tens
     Steps that reach past a short sequence have no valid row and take no part. ValueError if none has any.
     """
     N, losses = teacher.shape[1], []
-    target = F.log_softmax(teacher.float(), dim=-1)
+    target = F.softmax(teacher.float(), dim=-1)
+    entropy = torch.special.entr(target).sum(-1)                            # (B, N)
     for i, draft in enumerate(drafts.unbind(2), start=1):                   # (B, N, V) each: slices would make K full-size gradients
-        if i < N:
-            draft = F.log_softmax(draft[:, :N - i].float(), dim=-1)                     # (B, N - i, V)
-            losses.append(F.kl_div(draft, target[:, i:], reduction="none", log_target=True).sum(-1).mean())
+        if i < N:                                                           # KL = cross-entropy - entropy: fewer tensors of size V
+            cross = F.cross_entropy(draft[:, :N - i].flatten(0, 1).float(), target[:, i:].flatten(0, 1))  # (B*(N - i), V)
+            losses.append(cross - entropy[:, i:].mean())
     if not losses:
         raise ValueError(f"a sequence of {N} token has no row to learn from: at least 2 are needed")
     return torch.stack(losses).mean()
