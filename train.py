@@ -31,7 +31,7 @@ from loop import fit, set_up_processes
 from pretrain import train_base
 from replay import RANKS, TREE_SIZES, acceptance_by_rank, agreement, tokens_per_pass
 
-STEPS = 4           # transfer steps, all at three quarters of the blocks unless --transfer-layers says otherwise: see --sweep
+STEPS = 4           # transfer steps, all at usual_block unless --transfer-layers says otherwise
 DEFAULTS = {        # per stage, and for --responses: what the command line leaves open
     "transfer": {"steps": 300, "batch": 2, "accumulate": 4, "length": 256, "lr": 3e-3, "save_every": 50},
     "responses": {"steps": 200, "batch": 1, "accumulate": 8, "lr": 1e-3, "save_every": 50},
@@ -94,7 +94,12 @@ def make_module(config, args):
     if args.stage == "medusa":
         return MedusaHeads(config, len(args.transfer_layers or STEPS * [0]), args.heads)
     kind = NoInteraction if args.stage == "no-interaction" else HiddenTransfer
-    return kind(config, args.transfer_layers or [3 * config.n_layer // 4] * STEPS, args.shift_positions)
+    return kind(config, args.transfer_layers or [usual_block(config.n_layer)] * STEPS, args.shift_positions)
+
+
+def usual_block(n_layer: int) -> int:
+    """Two thirds of the blocks, rounded up: the best block of the model that ships (6 of 8; --sweep) and of SmolLM2 (20 of 30)."""
+    return min(-(-2 * n_layer // 3), n_layer - 1)
 
 
 def module_options(module) -> dict:
@@ -187,7 +192,7 @@ def parse_args(argv=None):
                                        "the default for a checkpoint with a chat template, as out/responses.pt, unless --data is given")
     p.add_argument("--keep-gb", type=float, default=4.0, help="--responses: memory for hidden states, keys and values of the base")
     p.add_argument("--out", default="out", help="folder for what is saved")
-    p.add_argument("--transfer-layers", type=layer_list, help="block of each transfer step, as in 6,6,6; if not given, four steps at three quarters of the blocks")
+    p.add_argument("--transfer-layers", type=layer_list, help="block of each transfer step, as in 6,6,6; if not given, four steps at two thirds of the blocks")
     p.add_argument("--shift-positions", action="store_true", help="add the difference of position embeddings (learned positions)")
     p.add_argument("--heads", choices=list(KINDS), default="matched", help="medusa stage: which heads (baselines/medusa.py)")
     p.add_argument("--loss", choices=["distillation", "own"], default="distillation", help="medusa stage: own is cross-entropy on the text, 0.8^k")

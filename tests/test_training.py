@@ -372,6 +372,13 @@ def test_interrupts(interruptible):
 
 # ------------------------------------------------------------------------------------------ a whole run
 
+@pytest.mark.parametrize("n_layer, block", [(1, 0), (2, 1), (3, 2), (4, 3), (8, 6), (12, 8), (30, 20)])
+def test_the_usual_block_is_two_thirds_up(n_layer, block):
+    """Unless --transfer-layers says otherwise all steps start there; a model of one or two blocks has one too."""
+    maps = train.make_module(GPTConfig(vocab_size=16, n_layer=n_layer, n_embd=8, n_head=2, n_kv_head=1, mlp_width=8), train.parse_args([]))
+    assert maps.layers == [block] * 4
+
+
 def test_what_a_run_writes(trained, small):
     """The maps, the picture and the state, all whole, and nothing else; the maps belong to the base and say what they are worth."""
     out, printed = trained
