@@ -160,7 +160,7 @@ def distillation_loss(teacher: torch.Tensor, drafts: torch.Tensor) -> torch.Tens
     entropy = torch.special.entr(target).sum(-1)                            # (B, N)
     for i, draft in enumerate(drafts.unbind(2), start=1):                   # (B, N, V) each: slices would make K full-size gradients
         if i < N:                                                           # KL = cross-entropy - entropy: fewer tensors of size V
-            cross = F.cross_entropy(draft[:, :N - i].flatten(0, 1).float(), target[:, i:].flatten(0, 1))  # (B*(N - i), V)
+            cross = F.cross_entropy(draft[:, :N - i].flatten(0, 1).float(), target[:, i:].flatten(0, 1))        # (B*(N - i), V) each
             losses.append(cross - entropy[:, i:].mean())
     if not losses:
         raise ValueError(f"a sequence of {N} token has no row to learn from: at least 2 are needed")

@@ -98,7 +98,7 @@ def make_module(config, args):
 
 
 def usual_block(n_layer: int) -> int:
-    """Two thirds of the blocks, rounded up: the best block of the model that ships (6 of 8; --sweep) and of SmolLM2 (20 of 30)."""
+    """Two thirds of the blocks, rounded up: among the best of the model that ships (6 of 8) and of SmolLM2 (20 of 30), see --sweep."""
     return min(-(-2 * n_layer // 3), n_layer - 1)
 
 
