@@ -39,7 +39,7 @@ BREAKAGES = [
     ("resume forgets the optimiser", "loop.py", "        optimizer.load_state_dict(state)", "        pass", "training"),
     ("nan does not stop the training", "loop.py", "if not math.isfinite(total):", "if False:", "training"),
     ("checkpoints may run code", "checkpoint.py", "weights_only=True, mmap", "weights_only=False, mmap", "checkpoint"),
-    ("maps of another base are taken", "checkpoint.py", 'if contents.get("base") != fingerprint(model):', "if False:", "checkpoint cli"),
+    ("maps of another base are taken", "checkpoint.py", 'if contents.get("base") != base:', "if False:", "checkpoint cli"),
     ("prefixes of compiled models stay", "checkpoint.py", "    while state and all(", "    while False and all(", "checkpoint"),
     ("files are written in place", "cli.py", 'beside = path.with_name(f"{path.stem}.{os.getpid()}.tmp{path.suffix}")', "beside = path", "checkpoint"),
     ("the replay accepts what could not be emitted", "replay.py", "room = max(0, prompt + new - (n + 2) - 1)", "room = max(0, prompt + new - (n + 2))", "measure"),
